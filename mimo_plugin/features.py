@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of features: what each one is, where it attaches and what it relies on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Status = Literal["available", "planned"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature:
+    """One switchable feature.
+
+    Attributes:
+        name: as written in ``--plugin mimo:NAME``.
+        title: what it does, in a few words.
+        status: ``available`` in this version, or ``planned``.
+        engines: engines the feature exists for (``vllm``, ``sglang``) in this version.
+        seam: the upstream extension points it attaches to.
+        contracts: upstream modules whose symbols ``contracts.py`` checks for it.
+        default: True when plain ``--plugin mimo`` switches it on where it fits the model.
+        replaced_by: the upstream change that would make it unnecessary.
+    """
+
+    name: str
+    title: str
+    status: Status
+    engines: tuple[str, ...]
+    seam: str
+    contracts: tuple[str, ...]
+    default: bool
+    replaced_by: str
+
+
+def _planned(name: str, title: str) -> Feature:
+    return Feature(
+        name=name,
+        title=title,
+        status="planned",
+        engines=(),
+        seam="",
+        contracts=(),
+        default=False,
+        replaced_by="",
+    )
+
+
+_TABLE = (
+    Feature(
+        name="kv",
+        title="hybrid KV cache manager and window-safe prefix matcher",
+        status="available",
+        engines=("vllm",),
+        seam="scheduler_config.scheduler_cls (factory)",
+        contracts=(
+            "vllm.v1.core.sched.scheduler",
+            "vllm.v1.core.kv_cache_manager",
+            "vllm.v1.core.kv_cache_coordinator",
+            "vllm.v1.core.single_type_kv_cache_manager",
+            "vllm.v1.core.block_pool",
+        ),
+        default=True,
+        replaced_by="retention policy and eviction order selectable in vLLM's KVCacheManager",
+    ),
+    _planned("replay", "bounded exact replay of sliding-window state"),
+    _planned("scheduler", "cache-affine queue"),
+    _planned("mtp", "multi-token prediction with one layer per draft step"),
+    _planned("vision", "fused image preprocessing"),
+    _planned("video", "sparse video decoding"),
+    _planned("tiers", "host and remote KV tiers for hybrid models"),
+)
+
+FEATURES: dict[str, Feature] = {feature.name: feature for feature in _TABLE}
+"""Every feature by name; the order is the order of all lists shown to users."""
+
+
+def available(engine: str) -> tuple[str, ...]:
+    """Names of the features that this version can run on ``engine``, in table order."""
+    return tuple(
+        name
+        for name, feature in FEATURES.items()
+        if feature.status == "available" and engine in feature.engines
+    )
+
+
+def defaults(engine: str) -> tuple[str, ...]:
+    """Names that plain ``--plugin mimo`` tries on ``engine``, in table order."""
+    return tuple(name for name in available(engine) if FEATURES[name].default)

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metric names, their labels, and the buffer that carries values between processes.
+
+The scheduler's process counts into a ``MetricsBuffer`` and drains it once per step; the API
+process applies the drained payload to Prometheus. This module knows neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+PREFIX = "mimo:"
+"""Prefix of every exported metric name."""
+
+PAYLOAD_VERSION = 1
+MAX_OBSERVATIONS = 65_536
+"""Observations one histogram series may hold undrained; further ones count as dropped."""
+
+CLASS_LABELS = ("turn_end", "boundary", "junction", "prompt_end", "tail", "ladder", "none")
+TRIM_REASONS = (
+    "no_checkpoint",
+    "checkpoint_evicted",
+    "below_block",
+    "diverged",
+    "draft_lookahead",
+)
+BLOCK_KINDS = ("full", "swa")
+
+Kind = Literal["counter", "gauge", "histogram"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricSpec:
+    """One metric.
+
+    Attributes:
+        name: without prefix; Prometheus appends ``_total`` to counters.
+        kind: counter, gauge or histogram.
+        help: what an operator reads.
+        labels: label name to its allowed values; an empty tuple allows any string.
+        buckets: upper bounds of a histogram, ascending.
+    """
+
+    name: str
+    kind: Kind
+    help: str
+    labels: Mapping[str, tuple[str, ...]]
+    buckets: tuple[float, ...] = ()
+
+
+def _spec(
+    kind: Kind,
+    name: str,
+    text: str,
+    labels: Mapping[str, tuple[str, ...]] | None = None,
+    buckets: tuple[float, ...] = (),
+) -> MetricSpec:
+    return MetricSpec(name=name, kind=kind, help=text, labels=labels or {}, buckets=buckets)
+
+
+_CLS = {"cls": CLASS_LABELS}
+_KIND = {"kind": BLOCK_KINDS}
+
+METRICS: tuple[MetricSpec, ...] = (
+    _spec(
+        "counter",
+        "full_hit_tokens",
+        "Prompt tokens whose full-attention KV was cached, before the window rule.",
+    ),
+    _spec(
+        "counter",
+        "window_safe_hit_tokens",
+        "Prompt tokens that were really reused: full KV and the window before the hit present.",
+    ),
+    _spec("counter", "prompt_lookup_tokens", "Prompt tokens of the requests that were looked up."),
+    _spec(
+        "counter",
+        "trimmed_tokens",
+        "Prompt tokens with cached full-attention KV that could not be reused, by reason.",
+        {"reason": TRIM_REASONS},
+    ),
+    _spec(
+        "counter",
+        "evicted_blocks",
+        "Cached blocks given up for new ones, by kind and checkpoint class.",
+        {**_KIND, **_CLS},
+    ),
+    _spec("counter", "checkpoints_created", "Checkpoints kept, by class.", _CLS),
+    _spec(
+        "counter",
+        "checkpoints_refused",
+        "Checkpoints not kept because a share limit left no room, by class.",
+        _CLS,
+    ),
+    _spec("counter", "deduplicated_blocks", "Blocks dropped because an equal one was cached."),
+    _spec(
+        "counter",
+        "lookups",
+        "Prefix look-ups, in full or answered from the memo of a waiting request.",
+        {"kind": ("full", "memo")},
+    ),
+    _spec("counter", "metrics_dropped", "Observations lost because nobody collected them."),
+    _spec(
+        "gauge",
+        "cached_blocks",
+        "Blocks that hold cached KV now, by kind and checkpoint class.",
+        {**_KIND, **_CLS},
+    ),
+    _spec("gauge", "pool_blocks", "Blocks in the KV cache pool."),
+    _spec("gauge", "swa_share", "Share of the pool that cached sliding-window blocks hold."),
+    _spec("gauge", "degraded", "1 when the plugin was asked for and the engine runs without it."),
+    _spec(
+        "gauge",
+        "info",
+        "Always 1; the labels say what is active.",
+        {"version": (), "engine_version": (), "features": ()},
+    ),
+    _spec(
+        "histogram",
+        "hit_length_tokens",
+        "Length of the reused prefix per looked-up request.",
+        buckets=(0.0, *(float(2**exponent) for exponent in range(6, 21))),
+    ),
+    _spec(
+        "histogram",
+        "residence_s",
+        "Time a cached sliding-window block had lived when it was evicted, by class.",
+        _CLS,
+        buckets=(0.1, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600, 1800, 3600, 14400, 86400),
+    ),
+)
+
+SPECS: dict[str, MetricSpec] = {spec.name: spec for spec in METRICS}
+
+_Key = tuple[str, tuple[str, ...]]
+
+
+class MetricsBuffer:
+    """Values since the last ``drain``. Not thread-safe: one scheduler owns it.
+
+    A name or label that ``METRICS`` does not have is our bug and fails an assertion.
+    """
+
+    __slots__ = ("_inc", "_obs", "_set")
+
+    def __init__(self) -> None:
+        self._inc: dict[_Key, float] = {}
+        self._set: dict[_Key, float] = {}
+        self._obs: dict[_Key, list[float]] = {}
+
+    def inc(self, name: str, value: float = 1, **labels: str) -> None:
+        """Add ``value`` >= 0 to a counter."""
+        assert value >= 0, f"counter {name} can't go down by {value}"
+        key = _key("counter", name, labels)
+        self._inc[key] = self._inc.get(key, 0) + value
+
+    def set(self, name: str, value: float, **labels: str) -> None:
+        """Set a gauge; the last value before a drain wins."""
+        self._set[_key("gauge", name, labels)] = value
+
+    def observe(self, name: str, value: float, **labels: str) -> None:
+        """Add one observation to a histogram."""
+        values = self._obs.setdefault(_key("histogram", name, labels), [])
+        if len(values) < MAX_OBSERVATIONS:
+            values.append(value)
+        else:
+            self.inc("metrics_dropped")
+
+    def drain(self) -> dict[str, Any] | None:
+        """Hand over and forget everything collected; None when there is nothing.
+
+        The payload holds only lists, strings and numbers (JSON and msgpack take it)::
+
+            {"v": 1, "inc": [[name, [label values in spec order], value], ...],
+             "set": [[name, [label values], value], ...],
+             "obs": [[name, [label values], [value, ...]], ...]}
+        """
+        if not (self._inc or self._set or self._obs):
+            return None
+        payload: dict[str, Any] = {
+            "v": PAYLOAD_VERSION,
+            "inc": [[name, list(labels), value] for (name, labels), value in self._inc.items()],
+            "set": [[name, list(labels), value] for (name, labels), value in self._set.items()],
+            "obs": [[name, list(labels), values] for (name, labels), values in self._obs.items()],
+        }
+        self._inc, self._set, self._obs = {}, {}, {}
+        return payload
+
+
+def _key(kind: Kind, name: str, labels: Mapping[str, str]) -> _Key:
+    spec = SPECS.get(name)
+    assert spec is not None and spec.kind == kind, f"no {kind} named {name!r}"
+    assert labels.keys() == spec.labels.keys(), (
+        f"{name}: labels {sorted(labels)} given, {sorted(spec.labels)} declared"
+    )
+    values = []
+    for label, allowed in spec.labels.items():
+        value = labels[label]
+        assert not allowed or value in allowed, f"{name}: {label}={value!r} not in {allowed}"
+        values.append(value)
+    return name, tuple(values)
