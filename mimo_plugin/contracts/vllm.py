@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM symbols that the plugin relies on, one row each; a module per feature beside this one."""
+
+from __future__ import annotations
+
+from mimo_plugin.contracts.row import Contract, call, class_
+from mimo_plugin.contracts.vllm_kv import KV_ROWS
+
+_ARGS = "engine.arg_utils"
+_LOGGERS = "v1.metrics.loggers"
+
+_SWITCH_ROWS = (
+    Contract(
+        module="plugins",
+        name="DEFAULT_PLUGINS_GROUP",
+        value="vllm.general_plugins",
+        why="the entry-point group under which the plugin is installed",
+    ),
+    call("plugins", "load_general_plugins", "calls register_vllm()"),
+    call(_ARGS, "EngineArgs.add_cli_args", "adds --plugin", first="parser"),
+    call(_ARGS, "EngineArgs.from_cli_args", "reads --plugin", first="args"),
+    call(
+        _ARGS,
+        "EngineArgs.create_engine_config",
+        "validates the plugin's section and sets the scheduler",
+        named="usage_context headless",
+    ),
+    class_(
+        _ARGS,
+        "EngineArgs",
+        "carries the plugin's section",
+        has="additional_config model block_size enable_prefix_caching",
+    ),
+    class_(
+        _ARGS,
+        "AsyncEngineArgs",
+        "`vllm serve` builds its arguments from it",
+        has="add_cli_args from_cli_args create_engine_config",
+        base="EngineArgs",
+    ),
+    class_(
+        "config.vllm",
+        "VllmConfig",
+        "where every process reads the plugin's section",
+        has="additional_config cache_config kv_transfer_config model_config parallel_config "
+        "scheduler_config speculative_config",
+    ),
+    class_(
+        "config.scheduler",
+        "SchedulerConfig",
+        "scheduler_cls names the plugin's scheduler factory",
+        has="scheduler_cls async_scheduling disable_hybrid_kv_cache_manager",
+    ),
+    call("config.scheduler", "SchedulerConfig.get_scheduler_cls", "resolves the factory"),
+    class_(
+        "config.cache",
+        "CacheConfig",
+        "sizes, and the stock retention that the plugin adds to",
+        has="block_size enable_prefix_caching prefix_cache_retention_interval",
+    ),
+    class_(
+        "v1.metrics.stats",
+        "SchedulerStats",
+        "carries the plugin's counters from the engine core to the API process",
+        has="kv_connector_stats",
+    ),
+    call(
+        _LOGGERS,
+        "StatLoggerManager.__init__",
+        "puts the plugin's stat logger first",
+        named="vllm_config engine_idxs custom_stat_loggers enable_default_loggers",
+        closed=False,
+    ),
+    class_(
+        _LOGGERS,
+        "StatLoggerManager",
+        "puts the plugin's stat logger first",
+        has="stat_loggers record",
+    ),
+    call(
+        _LOGGERS,
+        "StatLoggerManager.record",
+        "hands each step's statistics to the loggers",
+        first="scheduler_stats iteration_stats",
+    ),
+    class_(
+        _LOGGERS,
+        "AggregateStatLoggerBase",
+        "base of the plugin's stat logger",
+        has="record log log_engine_initialized",
+    ),
+)
+
+VLLM_CONTRACTS: tuple[Contract, ...] = (*_SWITCH_ROWS, *KV_ROWS)
+"""Every row.  One without features concerns the plugin itself: the switch and the metrics."""

@@ -1,0 +1,365 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM symbols that feature kv relies on."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from mimo_plugin.contracts.row import Contract, call, class_, replaced
+
+_KV = ("kv",)
+_call = partial(call, features=_KV)
+_class = partial(class_, features=_KV)
+_replaced = partial(replaced, features=_KV)
+
+_SCHEDULER = "v1.core.sched.scheduler"
+_MANAGER = "v1.core.kv_cache_manager"
+_COORDINATOR = "v1.core.kv_cache_coordinator"
+_SINGLE = "v1.core.single_type_kv_cache_manager"
+_POOL = "v1.core.block_pool"
+_UTILS = "v1.core.kv_cache_utils"
+_SPECS = "v1.kv_cache_interface"
+
+FREE_QUEUE_METHODS = (
+    "__init__",
+    "popleft",
+    "popleft_n",
+    "remove",
+    "append",
+    "prepend_n",
+    "append_n",
+    "get_all_free_blocks",
+    "iter_blocks_after",
+)
+"""Methods of the engine's free queue: the plugin's own queue has each of them, and a method that
+upstream adds breaks the contract."""
+
+_SCHEDULER_ROWS = (
+    _replaced(_SCHEDULER, "KVCacheManager", "the scheduler builds its KV cache manager from it"),
+    _class(
+        _SCHEDULER,
+        "Scheduler",
+        "base class of the plugin's scheduler",
+        has="add_request block_size cache_config connector finish_requests hash_block_size "
+        "kv_cache_config kv_cache_manager log_stats make_stats requests reset_prefix_cache running "
+        "schedule scheduler_config update_from_output use_eagle vllm_config waiting",
+    ),
+    _call(
+        _SCHEDULER,
+        "Scheduler.__init__",
+        "the factory hands its arguments through",
+        named="vllm_config kv_cache_config structured_output_manager block_size",
+        closed=False,
+    ),
+    _call(_SCHEDULER, "Scheduler.schedule", "one step: a look-up made in it may be remembered"),
+    _call(
+        _SCHEDULER,
+        "Scheduler.make_stats",
+        "adds the plugin's counters to the step's statistics",
+        named="spec_decoding_stats kv_connector_stats",
+    ),
+    _call(
+        _SCHEDULER,
+        "Scheduler._preempt_request",
+        "the end of a preempted request is a checkpoint",
+        first="request timestamp",
+    ),
+    _call(
+        _SCHEDULER,
+        "Scheduler.reset_prefix_cache",
+        "forgets every checkpoint",
+        named="reset_running_requests reset_connector",
+    ),
+    _call(_SCHEDULER, "Scheduler.add_request", "message boundaries are found", first="request"),
+    _class(
+        "v1.core.sched.async_scheduler",
+        "AsyncScheduler",
+        "the factory keeps asynchronous scheduling where it is on",
+        base="Scheduler",
+    ),
+    _class(
+        "v1.request",
+        "Request",
+        "positions of prompt end, turn end and junction",
+        has="all_token_ids block_hashes is_finished num_computed_tokens num_output_tokens "
+        "num_preemptions num_prompt_tokens num_tokens prompt_token_ids request_id "
+        "shared_prefix_boundary skip_reading_prefix_cache status",
+    ),
+)
+
+_MANAGER_ROWS = (
+    _replaced(_MANAGER, "get_kv_cache_coordinator", "the manager builds its coordinator from it"),
+    _class(
+        _MANAGER,
+        "KVCacheManager",
+        "base class of the plugin's manager",
+        has="block_pool coordinator create_kv_cache_blocks enable_caching kv_cache_config "
+        "log_stats make_prefix_cache_stats max_model_len prefix_cache_lookup_enabled "
+        "record_prefix_cache_stats usage",
+    ),
+    _call(
+        _MANAGER,
+        "KVCacheManager.__init__",
+        "the scheduler's keywords are handed through",
+        named="kv_cache_config max_model_len scheduler_block_size hash_block_size enable_caching "
+        "use_eagle",
+        closed=False,
+    ),
+    _call(
+        _MANAGER,
+        "KVCacheManager.get_computed_blocks",
+        "where a hit is remembered and counted",
+        first="request",
+    ),
+    _call(
+        _MANAGER,
+        "KVCacheManager.allocate_slots",
+        "admission check of both logical pools",
+        first="request num_new_tokens",
+        named="num_new_computed_tokens new_computed_blocks num_external_computed_tokens",
+    ),
+    _call(_MANAGER, "KVCacheManager.free", "end of a turn", first="request"),
+    _call(_MANAGER, "KVCacheManager.pop_blocks_for_free", "deferred free", first="request"),
+    _call(
+        _MANAGER,
+        "KVCacheManager.cache_blocks",
+        "blocks enter the cache",
+        first="request num_computed_tokens",
+    ),
+    _call(
+        _MANAGER,
+        "KVCacheManager.create_kv_cache_blocks",
+        "a remembered hit is handed back in the engine's own type",
+        first="blocks",
+    ),
+    _call(_MANAGER, "KVCacheManager.reset_prefix_cache", "forgets every checkpoint"),
+    _replaced(_COORDINATOR, "BlockPool", "the coordinator builds its pool from it"),
+    _replaced(
+        _COORDINATOR,
+        "get_manager_for_kv_cache_spec",
+        "the coordinator builds its managers from it",
+    ),
+    _call(
+        _COORDINATOR,
+        "replay_boundaries",
+        "the prompt ends that stock keeps",
+        named="num_prompt_tokens scheduler_block_size use_eagle",
+    ),
+    _class(
+        _COORDINATOR,
+        "HybridKVCacheCoordinator",
+        "base class of the plugin's coordinator",
+        has="attention_groups block_pool cache_blocks find_longest_cache_hit free "
+        "get_num_cacheable_tokens hash_block_size kv_cache_config pop_blocks_for_free "
+        "remove_skipped_blocks reset_prefix_cache scheduler_block_size single_type_managers",
+        base="KVCacheCoordinator",
+    ),
+    _call(
+        _COORDINATOR,
+        "HybridKVCacheCoordinator.__init__",
+        "keywords are handed through",
+        named="kv_cache_config max_model_len max_in_flight_tokens use_eagle enable_caching "
+        "enable_kv_cache_events dcp_world_size pcp_world_size scheduler_block_size hash_block_size",
+        closed=False,
+    ),
+    _call(
+        _COORDINATOR,
+        "HybridKVCacheCoordinator.cache_blocks",
+        "adds the plugin's checkpoints to the stock boundaries",
+        first="request num_computed_tokens",
+    ),
+    _call(
+        _COORDINATOR,
+        "HybridKVCacheCoordinator.find_longest_cache_hit",
+        "the window-safe prefix match",
+        first="block_hashes max_cache_hit_length",
+    ),
+    _call(
+        _COORDINATOR,
+        "HybridKVCacheCoordinator.get_num_cacheable_tokens",
+        "how far a group's blocks are final",
+        first="num_computed_tokens kv_cache_group_id",
+    ),
+    _call(_COORDINATOR, "HybridKVCacheCoordinator.free", "end of a turn", first="request_id"),
+    _call(
+        _COORDINATOR,
+        "HybridKVCacheCoordinator.pop_blocks_for_free",
+        "end of a turn when frees are deferred",
+        first="request_id",
+    ),
+)
+
+_SINGLE_MEMBERS = (
+    "_get_num_evictable_blocks block_pool block_size cache_blocks find_longest_cache_hit "
+    "get_num_blocks_to_allocate get_num_skipped_tokens kv_cache_group_id kv_cache_spec "
+    "num_cached_block pop_blocks_for_free remove_skipped_blocks req_to_blocks use_eagle"
+)
+
+_HIT_PARAMETERS = (
+    "block_hashes max_length kv_cache_group_ids block_pool kv_cache_spec drop_eagle_block "
+    "alignment_tokens"
+)
+
+_SINGLE_CALLS = (
+    (
+        "find_longest_cache_hit",
+        _HIT_PARAMETERS,
+        "",
+        "the window-safe prefix match",
+    ),
+    (
+        "cache_blocks",
+        "request num_tokens",
+        "retention_interval replay_boundaries",
+        "the mask of blocks to keep",
+    ),
+    (
+        "remove_skipped_blocks",
+        "request_id processed_computed_tokens",
+        "num_prompt_tokens",
+        "blocks that leave the window",
+    ),
+    ("get_num_skipped_tokens", "num_computed_tokens", "", "where the window starts"),
+    ("pop_blocks_for_free", "request_id", "", "end of a turn"),
+    ("_get_num_evictable_blocks", "blocks", "", "blocks a hit takes from the free queue"),
+)
+
+_SINGLE_ROWS = (
+    _class(
+        _SINGLE,
+        "SlidingWindowManager",
+        "base class of the plugin's sliding-window manager",
+        has=f"{_SINGLE_MEMBERS} _contiguous_blocks_for_hit sliding_window",
+        base="SingleTypeKVCacheManager",
+    ),
+    _class(
+        _SINGLE,
+        "FullAttentionManager",
+        "manager of the full-attention groups",
+        has=_SINGLE_MEMBERS,
+        base="SingleTypeKVCacheManager",
+    ),
+    *(
+        _call(_SINGLE, f"{manager}.{name}", why, first=first, named=named)
+        for manager in ("SlidingWindowManager", "FullAttentionManager")
+        for name, first, named, why in _SINGLE_CALLS
+    ),
+    _call(
+        _SINGLE,
+        "SlidingWindowManager._contiguous_blocks_for_hit",
+        "blocks that a hit needs; core/window.py must agree",
+        named="window_size block_size use_eagle",
+    ),
+)
+
+_POOL_ROWS = (
+    _class(
+        _POOL,
+        "BlockPool",
+        "base class of the plugin's pool",
+        has="_maybe_evict_cached_block blocks cached_block_hash_to_block enable_caching "
+        "enable_kv_cache_events evict_blocks free_block_queue get_cached_block get_num_free_blocks "
+        "get_usage hash_block_size metrics_collector null_block num_gpu_blocks reset_prefix_cache "
+        "touch",
+    ),
+    _call(
+        _POOL,
+        "BlockPool.__init__",
+        "keywords are handed through",
+        first="num_gpu_blocks enable_caching hash_block_size",
+        closed=False,
+    ),
+    _call(
+        _POOL,
+        "BlockPool.cache_full_blocks",
+        "writes only the blocks of a checkpoint",
+        named="request blocks num_cached_blocks num_full_blocks block_size kv_cache_group_id "
+        "block_mask",
+    ),
+    _call(
+        _POOL,
+        "BlockPool.get_cached_block",
+        "residency of one block",
+        first="block_hash kv_cache_group_ids",
+    ),
+    _call(_POOL, "BlockPool.get_new_blocks", "order of death", first="num_blocks"),
+    _call(_POOL, "BlockPool.touch", "a hit takes its blocks from the free queue", first="blocks"),
+    _call(
+        _POOL,
+        "BlockPool.free_blocks",
+        "freed blocks enter the queue by class",
+        first="ordered_blocks",
+    ),
+    _call(_POOL, "BlockPool.evict_blocks", "explicit eviction", first="block_ids"),
+    _call(_POOL, "BlockPool.reset_prefix_cache", "forgets every checkpoint"),
+    _call(
+        _POOL,
+        "BlockPool._maybe_evict_cached_block",
+        "learns that a cached block died",
+        first="block",
+    ),
+    Contract(
+        module=_UTILS,
+        name="FreeKVCacheBlockQueue",
+        exact_methods=FREE_QUEUE_METHODS,
+        members=("num_free_blocks",),
+        features=_KV,
+        why="the plugin's queue stands in its place",
+    ),
+    *(
+        Contract(
+            module=module,
+            attribute_use="free_block_queue",
+            members=(*FREE_QUEUE_METHODS, "num_free_blocks"),
+            features=_KV,
+            why="what the engine calls on the plugin's queue",
+        )
+        for module in (_POOL, _MANAGER, _COORDINATOR, _SINGLE, _SCHEDULER)
+    ),
+    _class(
+        _UTILS,
+        "KVCacheBlock",
+        "the unit that is kept or dies",
+        has="block_hash block_id is_null next_free_block prev_free_block ref_cnt reset_hash",
+    ),
+    _call(
+        _UTILS,
+        "make_block_hash_with_group_id",
+        "key of a cached block",
+        first="block_hash group_id",
+    ),
+    _call(
+        _UTILS,
+        "resolve_block_hashes",
+        "hashes at a group's block size",
+        first="block_hashes hash_block_size block_size",
+    ),
+    _class(
+        _SPECS,
+        "FullAttentionSpec",
+        "geometry of a full-attention group",
+        has="block_size head_size head_size_v num_kv_heads",
+        base="AttentionSpec",
+    ),
+    _class(
+        _SPECS,
+        "SlidingWindowSpec",
+        "geometry of a sliding-window group",
+        has="block_size extra_retained_tokens head_size head_size_v num_kv_heads sliding_window",
+        base="AttentionSpec",
+    ),
+    _class(_SPECS, "KVCacheConfig", "pool size and groups", has="num_blocks kv_cache_groups"),
+    _class(
+        _SPECS,
+        "KVCacheGroupSpec",
+        "layers of a group",
+        has="layer_names kv_cache_spec is_eagle_group",
+    ),
+)
+
+KV_ROWS: tuple[Contract, ...] = (
+    *_SCHEDULER_ROWS,
+    *_MANAGER_ROWS,
+    *_SINGLE_ROWS,
+    *_POOL_ROWS,
+)

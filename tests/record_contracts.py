@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write ``contracts.lock.json``: what each given vLLM source tree holds for the contract table.
+
+Run after a change of the table, with every tested version's package directory:
+``python tests/record_contracts.py PACKAGE_DIR [PACKAGE_DIR ...]``.
+Versions that are not given keep what was recorded before.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from mimo_plugin import contracts
+
+LOCK = Path(__file__).with_name("contracts.lock.json")
+
+
+def main(roots: list[Path]) -> int:
+    """Record ``roots``; 1 when one of them breaks a contract."""
+    lock = json.loads(LOCK.read_text(encoding="utf-8")) if LOCK.is_file() else {}
+    status = 0
+    for root in roots:
+        version = contracts.source_version(root)
+        if version is None:
+            print(f"{root}: expected a vLLM package directory with _version.py", file=sys.stderr)
+            return 2
+        for problem in contracts.check_vllm(root):
+            print(f"{version}: {problem}", file=sys.stderr)
+            status = 1
+        lock[version] = contracts.record(root)
+    LOCK.write_text(_one_line_a_symbol(lock), encoding="utf-8")
+    return status
+
+
+def _one_line_a_symbol(lock: dict[str, dict[str, object]]) -> str:
+    versions = []
+    for version, symbols in sorted(lock.items()):
+        lines = [f"  {json.dumps(key)}: {json.dumps(symbols[key])}" for key in sorted(symbols)]
+        versions.append(f" {json.dumps(version)}: {{\n" + ",\n".join(lines) + "\n }")
+    return "{\n" + ",\n".join(versions) + "\n}\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main([Path(argument) for argument in sys.argv[1:]]))
