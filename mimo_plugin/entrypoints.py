@@ -8,6 +8,8 @@ function raises. What can't be set up is refused later, when a user asks for the
 from __future__ import annotations
 
 import logging
+import os
+import sys
 
 # Engines configure the logging of their own name space only.
 _VLLM_LOGGER = "vllm.mimo_plugin"
@@ -50,7 +52,11 @@ def _refuse_when_asked(error: Exception) -> None:
         def create_engine_config(self, *args, **kwargs):  # type: ignore[no-untyped-def]
             extra = getattr(self, "additional_config", None)
             if isinstance(extra, dict) and extra.get("mimo") is not None:
-                raise RuntimeError(message)
+                if os.environ.get("MIMO_STRICT", "1").strip() != "0":
+                    if "vllm.entrypoints.cli.main" in sys.modules:  # the command: no traceback
+                        raise SystemExit(message)
+                    raise RuntimeError(message)
+                logging.getLogger(_VLLM_LOGGER).error("%s", message)
             return stock(self, *args, **kwargs)
 
         if not getattr(stock, "mimo_plugin_refusal", False):
