@@ -108,9 +108,12 @@ class TinyMiMo:
             ),
             (self.window_tokens >= 1, f"window_tokens is {self.window_tokens}; at least 1"),
             (
-                self.heads % self.full_kv_heads == 0 and self.heads % self.swa_kv_heads == 0,
-                f"heads is {self.heads}; it must be a multiple of full_kv_heads "
-                f"({self.full_kv_heads}) and swa_kv_heads ({self.swa_kv_heads})",
+                self.heads % self.full_kv_heads == 0,
+                f"heads is {self.heads}; allowed: multiples of full_kv_heads={self.full_kv_heads}",
+            ),
+            (
+                self.heads % self.swa_kv_heads == 0,
+                f"heads is {self.heads}; allowed: multiples of swa_kv_heads={self.swa_kv_heads}",
             ),
             (
                 1 <= self.experts_per_token <= self.experts,
