@@ -12,6 +12,7 @@ validated the settings can hand exactly those to the others.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -257,10 +258,12 @@ def _share(low_open: bool, high_open: bool) -> Callable[[str, object], float]:
     allowed = f"a number {'>' if low_open else '>='} 0 and {'<' if high_open else '<='} 1"
 
     def parse(setting: str, value: object) -> float:
-        good = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not good or not math.isfinite(value):  # type: ignore[arg-type]
+        number = math.nan
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            with contextlib.suppress(OverflowError):
+                number = float(value)
+        if not math.isfinite(number):
             raise setting_error(setting, value, allowed, "give a finite number")
-        number = float(value)  # type: ignore[arg-type]
         too_low = number <= 0 if low_open else number < 0
         too_high = number >= 1 if high_open else number > 1
         if too_low or too_high:
