@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures: plain and patched trees of the installed engine, and probes run on them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from patch_trees import overlay
+
+from mimo_plugin.cli._patch_queue import load_series
+
+PROBES = Path(__file__).parent / "probes"
+PROBE_LIMIT_S = 300
+
+
+@pytest.fixture(scope="session")
+def vllm_plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The installed vLLM as published."""
+    return overlay("vllm", (), tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture(scope="session")
+def vllm_patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The installed vLLM with the whole series."""
+    return overlay("vllm", load_series("vllm"), tmp_path_factory.mktemp("patched"))
+
+
+@pytest.fixture(scope="session")
+def probe() -> Callable[..., Any]:
+    """Run a script of ``probes/`` on a source tree; returns the JSON it prints."""
+    seen: dict[tuple[str, ...], Any] = {}
+
+    def run(name: str, tree: Path, *arguments: str) -> Any:
+        key = (name, str(tree), *arguments)
+        if key not in seen:
+            env = {key: value for key, value in os.environ.items() if key != "VLLM_PLUGINS"}
+            env |= {"PYTHONPATH": str(tree), "VLLM_LOGGING_LEVEL": "ERROR"}
+            done = subprocess.run(
+                [sys.executable, str(PROBES / name), *arguments],
+                env=env,
+                capture_output=True,
+                text=True,
+                timeout=PROBE_LIMIT_S,
+            )
+            assert done.returncode == 0, done.stderr[-4000:]
+            seen[key] = json.loads(done.stdout.splitlines()[-1])
+        return seen[key]
+
+    return run
