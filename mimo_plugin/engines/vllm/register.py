@@ -21,6 +21,7 @@ from typing import Any
 from mimo_plugin import __version__
 from mimo_plugin.config import DEGRADED_KEY, SECTION, MimoConfig, parse_config, parse_strict
 from mimo_plugin.config import section_of as _section_of
+from mimo_plugin.contracts import check_vllm
 from mimo_plugin.engines.vllm.version import installed_vllm, require_supported
 from mimo_plugin.errors import (
     ContractError,
@@ -122,7 +123,7 @@ def _activate(vllm_config: Any, environ: Mapping[str, str]) -> MimoConfig | None
     if config is None:
         return None
     engine = require_supported()
-    problems = _contract_problems()
+    problems = _contract_problems(config.features)
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ContractError(
@@ -165,10 +166,9 @@ def _as_mimo_error(error: Exception) -> MimoError:
     )
 
 
-@lru_cache(maxsize=1)
-def _contract_problems() -> tuple[str, ...]:
-    contracts = importlib.import_module("mimo_plugin.contracts")
-    return tuple(contracts.check_vllm())
+@lru_cache(maxsize=8)
+def _contract_problems(features: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(check_vllm(features=features))
 
 
 def _fitting(vllm_config: Any, config: MimoConfig) -> tuple[str, ...]:
