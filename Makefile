@@ -1,0 +1,53 @@
+# The one front door. Every target creates what it needs; `make help` lists them.
+#
+#   make run                     compare stock vLLM and the plugin on one workload (tiny model)
+#   make run MODEL=PATH          the same with any model on the installed engine
+#   make run QUICK=1             a quarter of the sessions
+#   make test                    all checks; TIER=unit runs one of lint, unit, contracts, engine
+#   make bench                   all benchmarks; BENCH=retention runs one, QUICK=1 shortens it
+#   make … PY=/path/to/python    use this environment as it is instead of .venv-vllm
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test lint bench doctor clean
+
+VENV := .venv-vllm
+PY ?=
+ARGS ?=
+ifeq ($(PY),)
+PYTHON := $(VENV)/bin/python
+READY := setup
+else
+PYTHON := $(PY)
+READY :=
+endif
+BENCH ?= $(filter-out _%,$(basename $(notdir $(shell grep -l __main__ benchmarks/*.py 2>/dev/null))))
+
+help:
+	@sed -n '2,/^$$/s/^# \{0,1\}//p' $(MAKEFILE_LIST)
+	@echo "Targets: setup run test lint bench doctor clean"
+
+setup:
+	@python3 tools/setup_vllm.py $(if $(FORCE),--force)
+
+run: $(READY)
+	@$(PYTHON) -m tools.run $(if $(MODEL),--model "$(MODEL)") $(if $(QUICK),--quick) $(ARGS)
+
+test: $(READY)
+	@$(PYTHON) -m tools.tiers $(foreach tier,$(TIER),--tier $(tier)) $(ARGS)
+
+lint: $(READY)
+	@$(PYTHON) -m tools.tiers --tier lint
+
+bench: $(READY)
+	@mkdir -p out/bench
+	@set -e; for name in $(BENCH); do \
+	  echo "=== benchmarks/$$name.py"; \
+	  $(PYTHON) -m benchmarks.$$name --json out/bench/$$name.json $(if $(QUICK),--quick) $(ARGS); \
+	done
+
+doctor: $(READY)
+	@$(PYTHON) -m mimo_plugin.cli doctor $(ARGS)
+
+clean:
+	rm -rf out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@echo "kept $(VENV); remove it by hand to install the engine again"
