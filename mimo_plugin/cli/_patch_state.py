@@ -81,12 +81,13 @@ def locate(engine: str, target: Path | None = None) -> Path:
             "(site-packages)"
         )
     spec = importlib.util.find_spec(engine)
-    if spec is None or not spec.origin:
+    if spec is None or not spec.origin or not spec.submodule_search_locations:
         raise PatchError(
             f"engine {engine!r} is not installed for this Python; run the command with the "
             "engine's interpreter, or give --target DIR"
         )
-    return Path(spec.origin).resolve().parent.parent
+    # Not through the origin: that may be a link into another tree.
+    return Path(spec.submodule_search_locations[0]).resolve().parent
 
 
 def engine_version(base: Path, engine: str) -> str | None:

@@ -27,9 +27,18 @@ def vllm_plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def vllm_patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The installed vLLM with the whole series."""
-    return overlay("vllm", load_series("vllm"), tmp_path_factory.mktemp("patched"))
+def vllm_patched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The installed vLLM with the series up to the patch whose number is given."""
+    trees: dict[str, Path] = {}
+
+    def tree(number: str) -> Path:
+        if number not in trees:
+            series = [patch for patch in load_series("vllm") if patch.name[:4] <= number]
+            assert series[-1].name.startswith(number)
+            trees[number] = overlay("vllm", series, tmp_path_factory.mktemp(f"upto-{number}"))
+        return trees[number]
+
+    return tree
 
 
 @pytest.fixture(scope="session")

@@ -30,16 +30,18 @@ def reachable(row: dict[str, Any]) -> int:
     return common - unit if row["eagle"] or grown_from_aligned else common
 
 
-def test_every_edit_hits_the_common_prefix(probe: Callable[..., Any], vllm_patched: Path) -> None:
-    found = rows(probe, vllm_patched)
+def test_every_edit_hits_the_common_prefix(
+    probe: Callable[..., Any], vllm_patched: Callable[[str], Path]
+) -> None:
+    found = rows(probe, vllm_patched("0001"))
     assert len(found) > 900
     assert [row for row in found if row["hit"] != reachable(row)] == []
 
 
-def test_case_b01(probe: Callable[..., Any], vllm_patched: Path) -> None:
+def test_case_b01(probe: Callable[..., Any], vllm_patched: Callable[[str], Path]) -> None:
     hits = {
         (row["prompt"], row["eagle"]): row["hit"]
-        for row in rows(probe, vllm_patched)
+        for row in rows(probe, vllm_patched("0001"))
         if row["retention"] == 0 and row["full"] == row["block"] and row["common"] < row["prompt"]
     }
     assert hits[321, False] == 256 and hits[257, False] == 192
@@ -57,9 +59,11 @@ def test_plain_source_loses_everything(probe: Callable[..., Any], vllm_plain: Pa
 
 
 def test_nothing_else_changes(
-    probe: Callable[..., Any], vllm_plain: Path, vllm_patched: Path
+    probe: Callable[..., Any], vllm_plain: Path, vllm_patched: Callable[[str], Path]
 ) -> None:
-    for plain, patched in zip(rows(probe, vllm_plain), rows(probe, vllm_patched), strict=True):
+    for plain, patched in zip(
+        rows(probe, vllm_plain), rows(probe, vllm_patched("0001")), strict=True
+    ):
         assert patched["hit"] >= plain["hit"]
         more = patched["swa_blocks"] - plain["swa_blocks"]
         unit_blocks = max(patched["full"], patched["block"]) // patched["block"]

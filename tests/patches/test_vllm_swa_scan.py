@@ -20,14 +20,16 @@ def scan(probe: Callable[..., Any], tree: Path, plain: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def patched(probe: Callable[..., Any], vllm_patched: Path, vllm_plain: Path) -> dict[str, Any]:
-    return scan(probe, vllm_patched, vllm_plain)
+def patched(
+    probe: Callable[..., Any], vllm_patched: Callable[[str], Path], vllm_plain: Path
+) -> dict[str, Any]:
+    return scan(probe, vllm_patched("0002"), vllm_plain)
 
 
 def test_same_hits_as_plain(patched: dict[str, Any]) -> None:
-    """All residencies of up to 9 blocks, and long ones at random."""
+    """All residencies of up to 8 blocks, and long ones at random."""
     assert patched["mismatch"] is None
-    assert patched["exhaustive"] > 80_000
+    assert patched["exhaustive"] > 40_000
     assert patched["random"] >= 2_000
 
 
