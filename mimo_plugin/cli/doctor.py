@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``mimo doctor``: is the plugin found, allowed, loadable, and fit for the installed engine?
+
+The engine is not imported here.  What must really be tried runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mimo_plugin import __version__
+from mimo_plugin.cli import _environment as environment
+from mimo_plugin.cli import _plugins as plugins
+from mimo_plugin.cli._probe import Probe, try_entry_point
+from mimo_plugin.cli._report import Finding, GroupStatus, Report, note, ok, problem
+from mimo_plugin.contracts import find_package
+
+ENGINES = ("vllm",)
+DEFAULT_TIMEOUT_S = 180.0
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the ``doctor`` command to the parser of ``mimo``."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="check the installation; exit status 1 when something is wrong",
+        description="Check entry points, allow-lists, versions, contracts, torch and GPU. Each "
+        "problem is printed with its fix. Exit status: 0 all is well, 1 something is wrong.",
+    )
+    parser.add_argument("--engine", choices=ENGINES, default="vllm", help="default: %(default)s")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--no-load",
+        action="store_true",
+        help="do not load the plugin into the engine in a separate process (saves its import)",
+    )
+    parser.add_argument(
+        "--timeout-s",
+        type=float,
+        default=DEFAULT_TIMEOUT_S,
+        metavar="S",
+        help="limit for each thing tried in a separate process (default: %(default)g)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report; 1 when there is a problem."""
+    report = examine(os.environ, load=not args.no_load, timeout_s=args.timeout_s)
+    print(report.to_json() if args.json else report.to_text())
+    return 1 if report.problems else 0
+
+
+def examine(environ: Mapping[str, str], *, load: bool, timeout_s: float) -> Report:
+    """Everything that can be wrong between an installed plugin and a running one, for vLLM."""
+    report = Report(engine="vllm", plugin_version=__version__, python=platform.python_version())
+    installed = plugins.scan()
+    entry_findings = plugins.check_entry_point(installed, __version__)
+    report.add(environment.check_engine(environ))
+    report.add(environment.check_contracts())
+    report.add(environment.check_torch_family(timeout_s))
+    report.add(environment.check_gpu(environment.nvidia_gpus()))
+    report.add(entry_findings)
+    known = [
+        entry.name
+        for group in plugins.VLLM_GROUPS
+        for _, entry in plugins.entries_of(group, installed)
+    ]
+    allow_findings = plugins.check_allow_list(environ, known)
+    report.add(allow_findings)
+    report.add(environment.check_variables(environ))
+    load_findings = _check_loading(installed, load, timeout_s)
+    report.add(load_findings)
+    loaded = any(found.level == "ok" for found in load_findings)
+    report.groups = _groups(installed, environ, loaded=loaded)
+    return report
+
+
+def _check_loading(
+    installed: Sequence[plugins.Installed], load: bool, timeout_s: float
+) -> list[Finding]:
+    """Load our entry point as the engine does and call it."""
+    values = [
+        entry.value
+        for _, entry in plugins.entries_of(plugins.VLLM_GROUP, installed)
+        if entry.name == plugins.PLUGIN_NAME
+    ]
+    if not values:
+        return []
+    value = values[-1]  # the one that vLLM ends up with
+    call = load and find_package("vllm") is not None
+    return [_loading_finding(value, try_entry_point(value, call=call, timeout_s=timeout_s), call)]
+
+
+def _loading_finding(value: str, tried: Probe, called: bool) -> Finding:
+    check = "loading"
+    if tried.error is None and not tried.refused:
+        if called:
+            return ok(check, f"{value} loads, and attaches to the engine")
+        return note(check, f"{value} loads (not called: no engine, or --no-load)")
+    if tried.error is None:
+        return problem(
+            check,
+            f"{value} ran but did not attach to the engine: it would refuse every request for it",
+            "see the contracts and versions above; reinstall a matching pair of both",
+        )
+    if tried.step == "load":
+        return problem(
+            check,
+            f"{value} does not load: {tried.error}; vLLM logs this and runs without the plugin",
+            "install what is missing, or reinstall mimo-plugin",
+        )
+    if tried.step == "call":
+        return problem(
+            check,
+            f"{value} fails when it is called: {tried.error}; this ends every vllm process",
+            "reinstall mimo-plugin, or uninstall it",
+        )
+    return problem(check, f"vLLM itself does not import: {tried.error}", "repair vLLM first")
+
+
+def _groups(
+    installed: Sequence[plugins.Installed], environ: Mapping[str, str], *, loaded: bool
+) -> list[GroupStatus]:
+    names = plugins.allow_list(environ)
+    groups = []
+    for group in plugins.VLLM_GROUPS:
+        found = list(plugins.entries_of(group, installed))
+        if not found and group != plugins.VLLM_GROUP:
+            continue
+        present = [entry.name for _, entry in found]
+        allowed = None if names is None else tuple(name for name in present if name in names)
+        ours = plugins.PLUGIN_NAME in (present if allowed is None else allowed)
+        active = group == plugins.VLLM_GROUP and ours and loaded
+        groups.append(
+            GroupStatus(
+                group=group,
+                found=tuple(f"{entry.name} ({owner.label})" for owner, entry in found),
+                allowed=allowed,
+                active=(plugins.PLUGIN_NAME,) if active else (),
+            )
+        )
+    return groups
