@@ -54,7 +54,7 @@ CHAT_TEMPLATE = (
     "{{- '<|im_start|>' + message.role + '\\n' }}"
     "{%- if message.content %}{{- message.content }}{%- endif %}"
     "{%- for call in (message.tool_calls or []) %}"
-    "{{- '\\n<tool_call>\\n' + (call.function | tojson) + '\\n</tool_call>' }}"
+    "{{- '\\n<tool_call>\\n' }}{{- call.function | tojson }}{{- '\\n</tool_call>' }}"
     "{%- endfor %}"
     "{{- '<|im_end|>\\n' }}"
     "{%- endfor %}"
@@ -75,8 +75,8 @@ class TinyMiMo:
     layers: int = 8
     full_every: int = 4
     """Layer i is full attention when i is a multiple of this; the others are SWA."""
-    moe_layers: int = 2
-    """How many of the last layers are MoE; never the first layer."""
+    moe_layers: int | None = None
+    """How many of the last layers are MoE, never the first layer. None: two, if there are."""
     mtp_layers: int = 3
     window_tokens: int = 64
     hidden_size: int = 128
@@ -103,7 +103,7 @@ class TinyMiMo:
             (self.layers >= 2, f"layers is {self.layers}; at least 2 are needed"),
             (self.full_every >= 2, f"full_every is {self.full_every}; at least 2 is needed"),
             (
-                0 <= self.moe_layers < self.layers,
+                0 <= self.moe_count < self.layers,
                 f"moe_layers is {self.moe_layers}; allowed: 0 to {self.layers - 1}",
             ),
             (self.window_tokens >= 1, f"window_tokens is {self.window_tokens}; at least 1"),
@@ -131,9 +131,14 @@ class TinyMiMo:
         return [0 if i % self.full_every == 0 else 1 for i in range(self.layers)]
 
     @property
+    def moe_count(self) -> int:
+        """Number of MoE layers."""
+        return min(2, self.layers - 1) if self.moe_layers is None else self.moe_layers
+
+    @property
     def moe_pattern(self) -> list[int]:
         """One entry a layer: 1 where the MLP is a mixture of experts."""
-        return [1 if i >= self.layers - self.moe_layers else 0 for i in range(self.layers)]
+        return [1 if i >= self.layers - self.moe_count else 0 for i in range(self.layers)]
 
     @property
     def value_dim(self) -> int:

@@ -86,6 +86,9 @@ def _draw_ttft(axis: Any, stock: Outcome, plugin: Outcome) -> None:
         points = [percentile(times, percent) * 1000 for percent in range(101)]
         axis.plot(points, range(101), color=colour, label=run.name)
     axis.set_xscale("log")
+    for ticks in (axis.xaxis.set_major_formatter, axis.xaxis.set_minor_formatter):
+        ticks("{x:.0f}")
+    axis.tick_params(axis="x", which="both", labelsize=8)
     axis.set_xlabel("time to first token, ms")
     axis.set_ylabel("% of requests")
     axis.set_title("Time to first token")

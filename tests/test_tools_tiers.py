@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tier runner: a tier that runs nothing, fails or hangs is never taken for a good one."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from tools import tiers
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def project(tmp_path):
+    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
+    (tmp_path / "tests").mkdir()
+
+    def run(body, limit_s=120.0):
+        if body is not None:
+            (tmp_path / "tests" / "test_it.py").write_text(body)
+        tier = tiers.Tier("unit", ("tests",), limit_s=limit_s)
+        return tiers.run_tier(tier, tmp_path, tmp_path / "out")
+
+    return run
+
+
+def test_a_passing_tier_is_good(project):
+    result = project("def test_one(): pass\ndef test_two(): pass\n")
+    assert (result.passed, result.failed, result.problem) == (2, 0, None)
+
+
+def test_an_empty_tier_fails(project):
+    assert project(None).problem == "ran no test"
+    assert project("x = 1\n").problem == "ran no test"
+
+
+def test_a_tier_of_skipped_tests_fails(project):
+    body = "import pytest\n@pytest.mark.skip\ndef test_one(): pass\n"
+    result = project(body)
+    assert (result.skipped, result.problem) == (1, "ran no test")
+
+
+def test_a_failing_tier_fails(project):
+    result = project("def test_one(): pass\ndef test_two(): assert False\n")
+    assert (result.passed, result.failed) == (1, 1)
+    assert result.problem == "pytest ended with status 1"
+
+
+def test_an_error_while_collecting_fails(project):
+    assert project("import no_such_module_at_all\n").problem == "pytest ended with status 2"
+
+
+def test_a_tier_that_hangs_is_stopped(project):
+    result = project("import time\ndef test_one(): time.sleep(600)\n", limit_s=4)
+    assert result.problem == "ran past its limit of 4 s"
+    assert result.duration_s < 60
+
+
+def test_a_tier_without_its_paths_fails(tmp_path):
+    tier = tiers.Tier("engine", ("nowhere",))
+    result = tiers.run_tier(tier, tmp_path, tmp_path)
+    assert "none of nowhere exists" in result.problem
+
+
+def test_every_test_file_belongs_to_one_tier():
+    unit, contracts, engine = tiers.TIERS
+    assert unit.ignored == contracts.paths
+    for path in (*unit.paths, *engine.paths):
+        assert (ROOT / path).is_dir()
+    assert any((ROOT / path).exists() for path in contracts.paths)
+
+
+def test_the_last_line_counts_tests_in_plain_form():
+    results = [
+        tiers.Result("lint", 5, 0, 0, 1.0, None),
+        tiers.Result("unit", 10, 1, 2, 1.0, "pytest ended with status 1"),
+        tiers.Result("engine", 3, 0, 0, 1.0, None),
+    ]
+    lines = tiers.summary_lines(results)
+    assert lines[-1] == "total: 13 passed, 1 failed, 2 skipped"
+    assert len(lines) == 4 and "pytest ended with status 1" in lines[1]
+
+
+def test_ci_runs_make_test_and_make_runs_the_tiers():
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert re.search(r"^exec make test$", script.read_text(), re.MULTILINE)
+    makefile = (ROOT / "Makefile").read_text()
+    assert re.search(
+        r"^test: \$\(READY\)\n\t@\$\(PYTHON\) -m tools\.tiers ", makefile, re.MULTILINE
+    )
