@@ -86,7 +86,12 @@ def test_offline_engine_switched_on(tiny_model, stock):
 
 @pytest.mark.slow
 def test_server_says_what_is_active_in_each_process(serve, tiny_model):
-    server = serve(tiny_model, "--distributed-executor-backend=mp", plugin="mimo:kv")
+    server = serve(
+        tiny_model,
+        "--distributed-executor-backend=mp",
+        plugin="mimo:kv",
+        environment={"VLLM_WORKER_MULTIPROC_METHOD": "spawn"},
+    )
     log = server.log_text()
     line = f"mimo-plugin {__version__} | {installed_vllm().label} | process="
     for process in ("API", "EngineCore", "Worker0"):

@@ -169,7 +169,8 @@ def parse_config(raw: Mapping[str, Any] | None, *, environ: Mapping[str, str]) -
     internal = {attr: raw[key] for key, attr in _INTERNAL.items() if key in raw}
     _check_internal(internal)
     internal.setdefault("explicit", explicit)
-    internal.setdefault("strict", parse_strict(environ))
+    if "strict" not in internal:
+        internal["strict"] = parse_strict(environ)
     return MimoConfig(features=names, **parsed, **internal)
 
 

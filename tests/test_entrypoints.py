@@ -292,6 +292,14 @@ def test_bad_setting_is_reported_before_the_model_is_read(engine_args):
     assert not hasattr(args, "made")
 
 
+def test_unclear_strictness_is_refused(engine_args, monkeypatch):
+    entrypoints.register_vllm()
+    monkeypatch.setenv("MIMO_STRICT", "off")
+    for section in ({}, {"kv": {"swa_share": 2}}):
+        with pytest.raises(ConfigError, match="MIMO_STRICT"):
+            engine_args({"mimo": section}).create_engine_config()
+
+
 def test_feature_that_does_not_fit(healthy, caplog):
     healthy.why_not = lambda vllm_config: "prefix caching is off"
     with pytest.raises(FeatureUnavailable, match="'kv' can't run here: prefix caching is off"):
