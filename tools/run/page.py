@@ -24,7 +24,8 @@ h1{font-size:1.7rem;margin-bottom:.2rem} h2{font-size:1.2rem;margin-top:2rem}
 table{border-collapse:collapse;width:100%}
 th,td{padding:.3rem .6rem;border-bottom:1px solid #e5e5e5}
 td+td,th+th{text-align:right;font-variant-numeric:tabular-nums} th{text-align:left;color:#555}
-img{width:100%} pre{white-space:pre-wrap;background:#f6f6f6;padding:.8rem;border-radius:.4rem}
+.facts td{text-align:left} img{width:100%}
+pre{white-space:pre-wrap;background:#f6f6f6;padding:.8rem;border-radius:.4rem}
 .note{color:#555}
 """
 
@@ -52,11 +53,16 @@ def draw(stock: Outcome, plugin: Outcome, figures: Mapping[str, Any]) -> bytes:
 
 def _draw_kinds(axis: Any, figures: Mapping[str, Any]) -> None:
     kinds = list(figures["kinds"])
-    for offset, name, colour in ((-0.2, "stock", STOCK_COLOUR), (0.2, "plugin", PLUGIN_COLOUR)):
+    series = (
+        ("stock", STOCK_COLOUR, "stock"),
+        ("plugin", PLUGIN_COLOUR, "plugin"),
+        ("unlimited", BOUND_COLOUR, "unlimited cache"),
+    )
+    for i, (name, colour, label) in enumerate(series):
         values = [figures["kinds"][kind][f"{name}_recomputed_tokens"] for kind in kinds]
-        places = [i + offset for i in range(len(kinds))]
-        bars = axis.bar(places, values, width=0.38, color=colour, label=name)
-        axis.bar_label(bars, labels=[f"{v / 1000:.1f}K" for v in values], fontsize=8)
+        places = [place + 0.29 * (i - 1) for place in range(len(kinds))]
+        bars = axis.bar(places, values, width=0.27, color=colour, label=label)
+        axis.bar_label(bars, labels=[f"{v / 1000:.1f}K" for v in values], fontsize=7)
     axis.set_xticks(range(len(kinds)), kinds)
     axis.set_ylabel("tokens")
     axis.set_title("Prompt tokens computed again, by kind of request")
@@ -128,13 +134,13 @@ def _classes(plugin: Outcome, kind: str) -> dict[str, float]:
     return by_label(samples, METRIC_PREFIX + "cached_blocks", "cls")
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def _table(rows: Sequence[Sequence[str]], kind: str = "figures") -> str:
     head, *body = rows
     cells = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
     lines = [
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in body
     ]
-    return f"<table><tr>{cells}</tr>{''.join(lines)}</table>"
+    return f"<table class={kind}><tr>{cells}</tr>{''.join(lines)}</table>"
 
 
 def _card(value: str, text: str, good: bool | None = None) -> str:
@@ -159,7 +165,8 @@ def write_page(
     for kind, row in figures["kinds"].items():
         before, after = row["stock_recomputed_tokens"], row["plugin_recomputed_tokens"]
         share = f"{after / before:.3f}" if before else "–"
-        numbers = [f"{v:,}" for v in (row["requests"], row["prompt_tokens"], before, after)]
+        counts = (row["requests"], row["prompt_tokens"], before, after)
+        numbers = [f"{count:,}" for count in (*counts, row["unlimited_recomputed_tokens"])]
         kinds.append([kind, *numbers, share])
     cards = [
         _card(f"{same} of {total}", "answers identical, token for token", same == total),
@@ -171,6 +178,7 @@ def write_page(
         _card(f"{figures['ttft_p50_ratio']:.2f}×", "time to first token, p50"),
         _card(f"{figures['ttft_p90_ratio']:.2f}×", "time to first token, p90"),
     ]
+    settings = _table([["setting", "value"], *map(list, facts.items())], "facts")
     difference = figures["first_difference"]
     note = f'<p class="note">First difference: {html.escape(difference)}.</p>' if difference else ""
     encoded = base64.b64encode(picture).decode()
@@ -185,10 +193,9 @@ def write_page(
         f'<img alt="plots" src="data:image/png;base64,{encoded}">'
         f"<h2>Figures</h2>{_table(rows)}"
         f"<h2>By kind of request</h2>{_table(kinds)}"
-        f"<h2>How it was run</h2>{_table([['setting', 'value'], *map(list, facts.items())])}"
+        f"<h2>How it was run</h2>{settings}"
         "<h2>One conversation</h2>"
-        '<p class="note">The beginning of a chat as the server with the plugin saw it. The model '
-        "is random, so its words mean nothing, but each depends on all that came before.</p>"
+        '<p class="note">Part of a chat as the server with the plugin saw it.</p>'
         f"<pre>{html.escape(sample)}</pre></body></html>\n",
         encoding="utf-8",
     )
