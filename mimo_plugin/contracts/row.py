@@ -20,6 +20,8 @@ class Contract:
         positional: parameters that must come first, in this order.
         closed: parameters without a default may only be those named here (otherwise a call of
             ours would break when upstream adds one).
+        accepts: what else an override of ours takes: any other parameter, required or not, would
+            reach it and fail.  None: we don't override it, or ours takes whatever comes.
         members: attributes, fields, properties or methods an instance must have.
         exact_methods: the methods the class body defines, no more and no less: the plugin puts a
             class of its own in this one's place.
@@ -35,6 +37,7 @@ class Contract:
     params: tuple[str, ...] = ()
     positional: tuple[str, ...] = ()
     closed: bool = False
+    accepts: tuple[str, ...] | None = None
     importable: bool = False
     members: tuple[str, ...] = ()
     exact_methods: tuple[str, ...] | None = None
@@ -70,7 +73,7 @@ class Contract:
         return [*self._signature(facts), *self._class(facts), *self._value(facts)]
 
     def _signature(self, facts: SymbolFacts) -> list[str]:
-        if not (self.params or self.positional or self.closed):
+        if not (self.params or self.positional or self.closed or self.accepts is not None):
             return []
         if facts.kind != "function":
             return [self._line("a function", f"a {facts.kind}")]
@@ -82,8 +85,12 @@ class Contract:
         head = facts.params[: len(self.positional)]
         if head != self.positional:
             lines.append(self._line(f"first parameters ({', '.join(self.positional)})", shown))
-        if self.closed:
-            known = {*self.params, *self.positional}
+        known = {*self.params, *self.positional, *(self.accepts or ())}
+        if self.accepts is not None:
+            extra = [name for name in facts.params if name not in known]
+            if extra:
+                lines.append(self._line("no further parameter", f"new {', '.join(extra)}"))
+        elif self.closed:
             extra = [name for name in facts.required if name not in known]
             if extra:
                 lines.append(
@@ -129,16 +136,21 @@ def call(
     *,
     first: str = "",
     named: str = "",
+    accepts: str | None = None,
     closed: bool = True,
     features: tuple[str, ...] = (),
 ) -> Contract:
-    """A function: ``first`` parameters in order, ``named`` ones anywhere, no other required."""
+    """A function: ``first`` parameters in order, ``named`` ones anywhere, no other required.
+
+    ``accepts`` lists what an override of ours takes besides; then nothing else may exist.
+    """
     return Contract(
         module=module,
         name=name,
         positional=tuple(first.split()),
         params=tuple(named.split()),
         closed=closed,
+        accepts=None if accepts is None else tuple(accepts.split()),
         features=features,
         why=why,
     )

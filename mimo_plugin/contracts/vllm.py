@@ -75,7 +75,7 @@ _SWITCH_ROWS = (
         _LOGGERS,
         "StatLoggerManager",
         "puts the plugin's stat logger first",
-        has="stat_loggers record",
+        has="engine_indexes stat_loggers record",
     ),
     call(
         _LOGGERS,
@@ -88,6 +88,32 @@ _SWITCH_ROWS = (
         "AggregateStatLoggerBase",
         "base of the plugin's stat logger",
         has="record log log_engine_initialized",
+    ),
+    call(
+        _LOGGERS,
+        "StatLoggerBase.record",
+        "the plugin's stat logger takes its counters from it",
+        first="scheduler_stats iteration_stats mm_cache_stats engine_idx",
+        accepts="",
+    ),
+    class_(
+        "config.model",
+        "ModelConfig",
+        "labels of the metrics; vocabulary and tokenizer",
+        has="get_vocab_size served_model_name skip_tokenizer_init",
+    ),
+    class_(
+        "config.parallel",
+        "ParallelConfig",
+        "worker_cls names the worker that says what is active",
+        has="worker_cls",
+    ),
+    call(
+        "v1.worker.worker_base",
+        "WorkerBase.__init__",
+        "the worker says what is active before it starts",
+        first="vllm_config local_rank rank",
+        closed=False,
     ),
 )
 

@@ -82,8 +82,25 @@ _SCHEDULER_ROWS = (
         "Request",
         "positions of prompt end, turn end and junction",
         has="all_token_ids block_hashes is_finished num_computed_tokens num_output_tokens "
-        "num_preemptions num_prompt_tokens num_tokens prompt_token_ids request_id "
-        "shared_prefix_boundary skip_reading_prefix_cache status",
+        "num_in_flight_tokens num_preemptions num_prompt_tokens num_tokens prompt_token_ids "
+        "request_id shared_prefix_boundary skip_reading_prefix_cache status",
+    ),
+)
+
+_CONFIG_ROWS = (
+    _class("v1.request", "RequestStatus", "a running request is not refused", has="RUNNING"),
+    _replaced("tokenizers", "cached_tokenizer_from_config", "reads the chat template"),
+    _call(
+        "tokenizers.registry",
+        "cached_tokenizer_from_config",
+        "reads the chat template",
+        first="model_config",
+    ),
+    _class(
+        _SPECS,
+        "UniformTypeKVCacheSpecs",
+        "a group of layers with one kind of attention and unequal shapes",
+        has="kv_cache_specs",
     ),
 )
 
@@ -110,6 +127,7 @@ _MANAGER_ROWS = (
         "KVCacheManager.get_computed_blocks",
         "where a hit is remembered and counted",
         first="request",
+        accepts="max_cache_hit_length",
     ),
     _call(
         _MANAGER,
@@ -118,8 +136,21 @@ _MANAGER_ROWS = (
         first="request num_new_tokens",
         named="num_new_computed_tokens new_computed_blocks num_external_computed_tokens",
     ),
-    _call(_MANAGER, "KVCacheManager.free", "end of a turn", first="request"),
-    _call(_MANAGER, "KVCacheManager.pop_blocks_for_free", "deferred free", first="request"),
+    _call(
+        _MANAGER,
+        "KVCacheManager.record_prefix_cache_stats",
+        "a hit is counted at admission",
+        first="request num_hits",
+        accepts="",
+    ),
+    _call(_MANAGER, "KVCacheManager.free", "end of a turn", first="request", accepts=""),
+    _call(
+        _MANAGER,
+        "KVCacheManager.pop_blocks_for_free",
+        "end of a turn when frees are deferred",
+        first="request",
+        accepts="",
+    ),
     _call(
         _MANAGER,
         "KVCacheManager.cache_blocks",
@@ -150,8 +181,9 @@ _MANAGER_ROWS = (
         "HybridKVCacheCoordinator",
         "base class of the plugin's coordinator",
         has="attention_groups block_pool cache_blocks find_longest_cache_hit free "
-        "get_num_cacheable_tokens hash_block_size kv_cache_config pop_blocks_for_free "
-        "remove_skipped_blocks reset_prefix_cache scheduler_block_size single_type_managers",
+        "get_num_cacheable_tokens hash_block_size kv_cache_config num_reprefillable_tokens "
+        "pop_blocks_for_free remove_skipped_blocks reset_prefix_cache scheduler_block_size "
+        "single_type_managers",
         base="KVCacheCoordinator",
     ),
     _call(
@@ -165,8 +197,31 @@ _MANAGER_ROWS = (
     _call(
         _COORDINATOR,
         "HybridKVCacheCoordinator.cache_blocks",
-        "adds the plugin's checkpoints to the stock boundaries",
+        "decides which blocks are kept",
         first="request num_computed_tokens",
+        accepts="",
+    ),
+    _call(
+        _COORDINATOR,
+        "HybridKVCacheCoordinator.allocate_new_computed_blocks",
+        "where a request's hit enters its block tables",
+        first="request_id new_computed_blocks num_local_computed_tokens "
+        "num_external_computed_tokens",
+        named="skip_zeroing_group_ids",
+        accepts="",
+    ),
+    _call(
+        _COORDINATOR,
+        "HybridKVCacheCoordinator.remove_skipped_blocks",
+        "frees a window that was held",
+        first="request_id processed_computed_tokens",
+        named="num_prompt_tokens",
+    ),
+    _call(
+        _COORDINATOR,
+        "HybridKVCacheCoordinator.reset_prefix_cache",
+        "forgets every checkpoint",
+        accepts="",
     ),
     _call(
         _COORDINATOR,
@@ -205,23 +260,26 @@ _SINGLE_CALLS = (
         "find_longest_cache_hit",
         _HIT_PARAMETERS,
         "",
+        "dcp_world_size pcp_world_size",
         "the window-safe prefix match",
     ),
     (
         "cache_blocks",
         "request num_tokens",
         "retention_interval replay_boundaries",
+        None,
         "the mask of blocks to keep",
     ),
     (
         "remove_skipped_blocks",
         "request_id processed_computed_tokens",
         "num_prompt_tokens",
+        "",
         "blocks that leave the window",
     ),
-    ("get_num_skipped_tokens", "num_computed_tokens", "", "where the window starts"),
-    ("pop_blocks_for_free", "request_id", "", "end of a turn"),
-    ("_get_num_evictable_blocks", "blocks", "", "blocks a hit takes from the free queue"),
+    ("get_num_skipped_tokens", "num_computed_tokens", "", None, "where the window starts"),
+    ("pop_blocks_for_free", "request_id", "", None, "end of a turn"),
+    ("_get_num_evictable_blocks", "blocks", "", None, "blocks a hit takes from the free queue"),
 )
 
 _SINGLE_ROWS = (
@@ -240,9 +298,9 @@ _SINGLE_ROWS = (
         base="SingleTypeKVCacheManager",
     ),
     *(
-        _call(_SINGLE, f"{manager}.{name}", why, first=first, named=named)
+        _call(_SINGLE, f"{manager}.{name}", why, first=first, named=named, accepts=accepts)
         for manager in ("SlidingWindowManager", "FullAttentionManager")
-        for name, first, named, why in _SINGLE_CALLS
+        for name, first, named, accepts, why in _SINGLE_CALLS
     ),
     _call(
         _SINGLE,
@@ -290,8 +348,14 @@ _POOL_ROWS = (
         "freed blocks enter the queue by class",
         first="ordered_blocks",
     ),
-    _call(_POOL, "BlockPool.evict_blocks", "explicit eviction", first="block_ids"),
-    _call(_POOL, "BlockPool.reset_prefix_cache", "forgets every checkpoint"),
+    _call(_POOL, "BlockPool.evict_blocks", "explicit eviction", first="block_ids", accepts=""),
+    _call(_POOL, "BlockPool.reset_prefix_cache", "forgets every checkpoint", accepts=""),
+    _call(
+        _POOL,
+        "BlockHashToBlockMap.get_one_block",
+        "residency of one block of one group",
+        first="key",
+    ),
     _call(
         _POOL,
         "BlockPool._maybe_evict_cached_block",
@@ -359,6 +423,7 @@ _POOL_ROWS = (
 
 KV_ROWS: tuple[Contract, ...] = (
     *_SCHEDULER_ROWS,
+    *_CONFIG_ROWS,
     *_MANAGER_ROWS,
     *_SINGLE_ROWS,
     *_POOL_ROWS,
