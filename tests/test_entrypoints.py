@@ -275,6 +275,16 @@ def test_strict_stops_and_lenient_runs_stock(
     assert "MIMO_STRICT=0" in record.getMessage()
 
 
+def test_lenient_survives_even_without_the_metric(engine_args, healthy, monkeypatch, caplog):
+    entrypoints.register_vllm()
+    monkeypatch.setenv("MIMO_STRICT", "0")
+    monkeypatch.setattr(register, "_contract_problems", explode)
+    monkeypatch.setattr(register, "_install_metrics", lambda: explode(()))
+    config = engine_args({"mimo": {}}).create_engine_config()
+    assert register.degraded_reason(config)
+    assert "mimo:degraded" in caplog.text
+
+
 def test_the_command_gets_one_line_and_a_failing_exit(engine_args, monkeypatch):
     entrypoints.register_vllm()
     monkeypatch.setitem(sys.modules, "vllm.entrypoints.cli.main", types.ModuleType("m"))

@@ -112,8 +112,7 @@ def activate(vllm_config: Any, *, environ: Mapping[str, str] | None = None) -> M
                 raise
             raise problem from error
         logger.error("mimo-plugin is OFF for this engine (MIMO_STRICT=0): %s", problem)
-        _write_section(vllm_config, {DEGRADED_KEY: str(problem)})
-        _install_metrics()
+        _give_up(vllm_config, str(problem))
         return None
     return config
 
@@ -132,8 +131,7 @@ def _activate(vllm_config: Any, environ: Mapping[str, str]) -> MimoConfig | None
         )
     features = _fitting(vllm_config, config)
     if not features:
-        _write_section(vllm_config, {DEGRADED_KEY: "no feature fits this model"})
-        _install_metrics()
+        _give_up(vllm_config, "no feature fits this model")
         return None
     config = replace(
         config,
@@ -155,6 +153,15 @@ def _activate(vllm_config: Any, environ: Mapping[str, str]) -> MimoConfig | None
     _install_metrics()
     log_active("API", config)
     return config
+
+
+def _give_up(vllm_config: Any, reason: str) -> None:
+    """Leave the engine stock; the other processes and the metrics see that it was asked for."""
+    _write_section(vllm_config, {DEGRADED_KEY: reason})
+    try:
+        _install_metrics()
+    except Exception as error:  # the very fault may be there: a stock engine matters more
+        logger.error("mimo-plugin: no metric mimo:degraded here: %s", one_line(error))
 
 
 def _as_mimo_error(error: Exception) -> MimoError:
