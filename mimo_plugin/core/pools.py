@@ -3,7 +3,9 @@
 
 ``plan_pool`` follows vLLM's rule for hybrid models: every block of the one pool has the same
 bytes, so layers with a smaller page get longer blocks (or padding), and layers of a kind are
-split into groups of equal size.  ``split_pools`` sizes two pools as SGLang has them.
+split into groups of equal size.  That holds for layouts that keep each layer's blocks together,
+the default; with a block-outermost layout (some KV connectors ask for one) vLLM packs layers of
+unequal pages instead of lengthening blocks.  ``split_pools`` sizes two pools as SGLang has them.
 Units: tokens, blocks, bytes on one tensor-parallel rank.
 """
 
