@@ -1,0 +1,503 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order in which cached blocks die.
+
+1. blocks without a hash, last freed first;
+2. doomed blocks: no live checkpoint makes them reachable, or their checkpoint was chosen to die;
+3. the checkpoint or leaf span with the greatest weighted age, which is then doomed as a whole;
+4. only if nothing else is left: blocks in the middle of a prefix, deepest span first.
+
+Age is the number of cache events since the last use. A checkpoint that a later one of the same
+chat replaces ages faster than the end of a chat (only an edit would want it), and checkpoints that
+merely bound a loss age faster still. A span's full blocks never die before its checkpoint, and a
+checkpoint never before the spans below it, so what survives is always a usable prefix.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from mimo_plugin.core import retention
+from mimo_plugin.core.candidates import RANKS, Candidates, Policy
+from mimo_plugin.core.tree import CheckpointTree, Node
+from mimo_plugin.core.window import GroupGeometry
+
+FULL = "full"
+SWA = "swa"
+_NO_KIND, _FULL, _SWA = 0, 1, 2
+
+
+class DeathOrder:
+    """Free blocks of a pool in the order in which they are to be reused.
+
+    Mirrors the engine's free queue: every block with no reference is in exactly one place here.
+    All methods take block ids. ``on_evict(kind, cls, residence_s)`` is called per evicted block.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        full_groups: Sequence[GroupGeometry],
+        policy: Policy,
+        *,
+        on_evict: Callable[[str, str, float], None] | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.tree = CheckpointTree(num_blocks, full_groups)
+        self.policy = policy
+        self.on_evict = on_evict
+        self.now = now
+        self._kind = bytearray(num_blocks)
+        self._empty: dict[int, None] = {}
+        self._doomed: dict[int, None] = {}
+        self._candidates = Candidates(policy.ageing)
+        self._clock = 0
+        self.num_free_blocks = 0
+        self.cached: dict[tuple[str, str], int] = {}
+        self._live_swa = 0
+        self._live_full = 0
+        #: bumped when a cached prefix is broken in a way that a look-up memo cannot see
+        self.epoch = 0
+
+    # -- free list ---------------------------------------------------------------------------
+
+    def add_empty(self, block_ids: Iterable[int]) -> None:
+        """Free blocks that hold nothing; the first one given is reused first."""
+        for block_id in reversed(list(block_ids)):
+            self._empty[block_id] = None
+            self.num_free_blocks += 1
+
+    def add_cached(self, block_ids: Iterable[int]) -> None:
+        """Free blocks that carry a hash; their place follows from the tree."""
+        owner, kind = self.tree.owner, self._kind
+        touched: dict[Node, None] = {}
+        last: Node | None = None
+        count = 0
+        for block_id in block_ids:
+            count += 1
+            node = owner[block_id]
+            if node is None:
+                self._doomed[block_id] = None
+                continue
+            if kind[block_id] == _FULL:
+                node.free_full[block_id] = None
+            else:
+                node.free_swa[block_id] = None
+            if node is not last:
+                touched[node] = None
+                last = node
+        self.num_free_blocks += count
+        for node in touched:
+            self._classify(node)
+
+    def remove(self, block_id: int) -> None:
+        """Take one free block out: a request adopts it."""
+        self.num_free_blocks -= 1
+        node = self.tree.owner[block_id]
+        if node is not None:
+            free = node.free_full if self._kind[block_id] == _FULL else node.free_swa
+            if block_id in free:
+                del free[block_id]
+                return
+        if block_id in self._doomed:
+            del self._doomed[block_id]
+            self._live(block_id, 1)
+            if node is not None and not node.dead:
+                self._reprieve(node)
+            return
+        del self._empty[block_id]
+
+    def _live(self, block_id: int, change: int) -> None:
+        if self._kind[block_id] == _FULL:
+            self._live_full += change
+        elif self._kind[block_id] == _SWA:
+            self._live_swa += change
+
+    def pop(self, count: int) -> list[int]:
+        """The next ``count`` blocks to be reused; the caller unhashes them.
+
+        Raises:
+            ValueError: fewer than ``count`` blocks are free.
+        """
+        if count > self.num_free_blocks:
+            raise ValueError(f"asked for {count} blocks, {self.num_free_blocks} are free")
+        out: list[int] = []
+        empty, doomed = self._empty, self._doomed
+        while len(out) < count:
+            if empty:
+                out.append(empty.popitem()[0])
+            elif doomed:
+                block_id = next(iter(doomed))
+                del doomed[block_id]
+                self.forget(block_id, evicted=True)
+                out.append(block_id)
+            elif not self._doom_oldest():
+                self._force_deepest()
+        self.num_free_blocks -= count
+        return out
+
+    def free_ids(self) -> list[int]:
+        """All free blocks, roughly in order of death (not exact past the doomed ones)."""
+        out = list(reversed(self._empty)) + list(self._doomed)
+        nodes = sorted(self.tree.subtree(self.tree.root), key=lambda n: (n.clock, -n.tokens))
+        for node in nodes:
+            out.extend(node.free_swa)
+            out.extend(node.free_full)
+        return out
+
+    def clear(self) -> None:
+        """Prefix cache reset: every hash is gone; free blocks stay free."""
+        free = self.free_ids()
+        self.tree.clear()
+        self._kind = bytearray(len(self._kind))
+        self._doomed.clear()
+        self._empty = dict.fromkeys(reversed(free))
+        self._candidates.clear()
+        self.cached.clear()
+        self._live_swa = self._live_full = 0
+        self.epoch += 1
+
+    # -- registration ------------------------------------------------------------------------
+
+    def grew(self, node: Node, block_ids: Sequence[int]) -> None:
+        """Full blocks were hashed and given to ``node`` (after ``tree.grow``)."""
+        if not node.created_s:
+            node.created_s = self.now()
+        kind = self._kind
+        for block_id in block_ids:
+            kind[block_id] = _FULL
+        node.clock = self._stamp()
+        self._count(FULL, node.cls, len(block_ids))
+        self._live_full += len(block_ids)
+        limit = self.policy.full_limit_blocks
+        while limit is not None and self._live_full > limit and self._doom_oldest(("leaf",)):
+            pass
+
+    def admit_checkpoint(self, node: Node, cls: str, new_blocks: int) -> bool:
+        """Make room in the SWA budget for a checkpoint, or say that it is worth less than all."""
+        limit = self.policy.swa_limit_blocks
+        if new_blocks > limit:
+            return False
+        while self._live_swa + new_blocks > limit:
+            if not self._doom_oldest(with_swa=True):
+                return False
+        return True
+
+    def seal(self, node: Node, cls: str, swa_ids: Sequence[int], new_ids: Sequence[int]) -> None:
+        """``swa_ids`` (of which ``new_ids`` were just hashed) are the checkpoint at ``node``."""
+        tree, kind = self.tree, self._kind
+        self._relabel(node, cls)
+        node.swa = list(swa_ids)
+        node.had_checkpoint = True
+        node.superseded = False
+        node.lasting = node.lasting or self._lasts(node, cls)
+        node.created_s = self.now()
+        node.clock = self._stamp()
+        for block_id in new_ids:
+            kind[block_id] = _SWA
+            tree.owner[block_id] = node
+        self._count(SWA, cls, len(new_ids))
+        self._live_swa += len(new_ids)
+        if len(new_ids) != len(swa_ids):
+            fresh = set(new_ids)
+            for block_id in swa_ids:
+                if block_id not in fresh:
+                    self._share(block_id, node)
+        self._reprieve(node)
+
+    def _share(self, block_id: int, node: Node) -> None:
+        """A block that another checkpoint holds becomes part of ``node``'s too."""
+        tree = self.tree
+        home = tree.owner[block_id]
+        if home is node:
+            return
+        sharers = tree.sharers.setdefault(block_id, [])
+        if home is None:
+            tree.owner[block_id] = node
+            self._kind[block_id] = _SWA
+            self._count(SWA, node.cls, 1)
+            self._live_swa += 1
+        elif home.swa is None or self._outlives(node, home):
+            if home.swa is not None and home not in sharers:
+                sharers.append(home)
+            self._rehome(block_id, home, node)
+        elif node not in sharers:
+            sharers.append(node)
+        if not sharers:
+            del tree.sharers[block_id]
+
+    @staticmethod
+    def _outlives(a: Node, b: Node) -> bool:
+        if a.superseded != b.superseded:
+            return b.superseded
+        return retention.STRENGTH[a.cls] >= retention.STRENGTH[b.cls]
+
+    def _rehome(self, block_id: int, old: Node, new: Node) -> None:
+        self.tree.owner[block_id] = new
+        self._count(SWA, old.cls, -1)
+        self._count(SWA, new.cls, 1)
+        if block_id in old.free_swa:
+            del old.free_swa[block_id]
+            new.free_swa[block_id] = None
+            self._classify(new)
+        elif block_id in self._doomed:
+            del self._doomed[block_id]
+            self._live_swa += 1
+            new.free_swa[block_id] = None
+            self._classify(new)
+
+    def used(self, node: Node) -> None:
+        """A request resumed from ``node``'s checkpoint: it and all below it were useful now."""
+        stamp = self._stamp()
+        node.used += 1
+        node.clock = stamp
+        self._classify(node)
+        for ancestor in node.ancestors():
+            ancestor.clock = stamp
+
+    def touched(self, node: Node) -> None:
+        """A request resumed from within ``node``'s span, not from its checkpoint."""
+        stamp = self._stamp()
+        for ancestor in node.ancestors():
+            ancestor.clock = stamp
+
+    def num_free_full(self, node: Node) -> int:
+        """How many of the node's full blocks are free (waiting for death included)."""
+        last = node.full[0][-1:] if node.full else []
+        if last and last[0] in self._doomed:
+            return len(node.free_full) + sum(b in self._doomed for b in node.full[0])
+        return len(node.free_full)
+
+    def disown(self, block_id: int) -> None:
+        """A referenced, resident block leaves its span (its new span is registered next)."""
+        node = self.tree.owner[block_id]
+        if node is not None:
+            name = FULL if self._kind[block_id] == _FULL else SWA
+            self._count(name, node.cls, -1)
+            self._live(block_id, -1)
+            self.tree.owner[block_id] = None
+            self._kind[block_id] = _NO_KIND
+
+    def supersede(self, node: Node) -> None:
+        """A later turn of the same chat has its own checkpoint: demote the ones before it."""
+        for ancestor in node.ancestors():
+            if ancestor.superseded:
+                break
+            if ancestor.swa is not None and not self._keeps_rank(ancestor):
+                ancestor.superseded = True
+                self._classify(ancestor)
+
+    @staticmethod
+    def _lasts(node: Node, cls: str) -> bool:
+        if cls == retention.JUNCTION:
+            return True
+        # The first boundary ends the system prompt, which every chat on it shares.
+        return cls == retention.BOUNDARY and all(
+            a.cls != retention.BOUNDARY for a in node.ancestors()
+        )
+
+    @staticmethod
+    def _keeps_rank(node: Node) -> bool:
+        return node.lasting or len(node.children) > 1
+
+    # -- death -------------------------------------------------------------------------------
+
+    def forget(self, block_id: int, *, evicted: bool = False) -> None:
+        """A cached block lost its hash (evicted, or invalidated by a connector)."""
+        node = self.tree.owner[block_id]
+        kind = self._kind[block_id]
+        self.tree.owner[block_id] = None
+        self._kind[block_id] = _NO_KIND
+        sharers = self.tree.sharers.pop(block_id, ())
+        if node is None:
+            return
+        name = FULL if kind == _FULL else SWA
+        self._count(name, node.cls, -1)
+        if evicted and self.on_evict is not None:
+            self.on_evict(name, node.cls, self.now() - node.created_s)
+        if kind == _FULL:
+            if not evicted:
+                self._live_full -= 1
+            self._kill(node)
+        else:
+            if not evicted:
+                self._live_swa -= 1
+            self._drop_checkpoint(node)
+            for sharer in sharers:
+                self._drop_checkpoint(sharer)
+
+    def invalidate(self, block_id: int) -> None:
+        """Like :meth:`forget`, for a block that may be free: it becomes an empty one."""
+        node = self.tree.owner[block_id]
+        free = False
+        if node is not None:
+            for pool in (node.free_full, node.free_swa):
+                if block_id in pool:
+                    del pool[block_id]
+                    free = True
+        if block_id in self._doomed:
+            del self._doomed[block_id]
+            self._live(block_id, 1)
+            free = True
+        self.forget(block_id)
+        self.epoch += 1
+        if free:
+            self._empty[block_id] = None
+
+    def _drop_checkpoint(self, node: Node) -> None:
+        """``node``'s checkpoint is incomplete now; blocks it alone needs are doomed."""
+        ids, node.swa = node.swa, None
+        if ids is None:
+            return
+        tree = self.tree
+        for block_id in ids:
+            sharers = tree.sharers.get(block_id)
+            if tree.owner[block_id] is not node:
+                if sharers is not None and node in sharers:
+                    sharers.remove(node)
+                    if not sharers:
+                        del tree.sharers[block_id]
+                continue
+            alive = [s for s in sharers or () if s.swa is not None and not s.dead]
+            if alive:
+                heir = max(alive, key=lambda s: (not s.superseded, retention.STRENGTH[s.cls]))
+                assert sharers is not None
+                sharers.remove(heir)
+                if not sharers:
+                    del tree.sharers[block_id]
+                self._rehome(block_id, node, heir)
+            elif block_id in node.free_swa:
+                del node.free_swa[block_id]
+                self._doomed[block_id] = None
+                self._live_swa -= 1
+        self._classify(node)
+
+    def _kill(self, node: Node) -> None:
+        """``node`` lost a full block: it and everything below it can no longer be reached."""
+        if node.dead:
+            return
+        node.dead = True
+        parent = node.parent
+        if parent is not None:
+            parent.children.discard(node)
+        below = list(self.tree.subtree(node))
+        if below:
+            self.epoch += 1
+        for dead in (node, *below):
+            dead.dead = True
+            self._drop_checkpoint(dead)
+            self._doom_full(dead)
+        if parent is not None:
+            self._classify(parent)
+
+    def _doom_full(self, node: Node) -> None:
+        if node.free_full:
+            # The deepest block first, so that what is left of the span stays a prefix.
+            for block_id in sorted_by_position(node):
+                self._doomed[block_id] = None
+            self._live_full -= len(node.free_full)
+            node.free_full.clear()
+
+    def _doom(self, node: Node) -> None:
+        """Choose ``node`` to die: its checkpoint, and its span when nothing lies below."""
+        node.stamp += 1
+        leaf = not node.children
+        if node.free_swa:
+            tree = self.tree
+            for block_id in list(node.free_swa):
+                heirs = [s for s in tree.sharers.get(block_id, ()) if s.swa is not None]
+                if heirs:
+                    # Another checkpoint holds it: this one dies, the block lives on.
+                    self._drop_checkpoint(node)
+                    break
+            for block_id in node.free_swa:
+                self._doomed[block_id] = None
+            self._live_swa -= len(node.free_swa)
+            node.free_swa.clear()
+        if leaf:
+            self._doom_full(node)
+
+    def _reprieve(self, node: Node) -> None:
+        """Blocks of ``node`` that wait for death are wanted again."""
+        doomed = self._doomed
+        if not doomed:
+            self._classify(node)
+            return
+        back = [b for ids in node.full for b in ids if b in doomed]
+        for block_id in back:
+            del doomed[block_id]
+            node.free_full[block_id] = None
+        self._live_full += len(back)
+        for block_id in node.swa or ():
+            if block_id in doomed and self.tree.owner[block_id] is node:
+                del doomed[block_id]
+                node.free_swa[block_id] = None
+                self._live_swa += 1
+        for ancestor in node.ancestors():
+            if any(b in doomed for ids in ancestor.full for b in ids[-1:]):
+                self._reprieve(ancestor)
+                break
+        self._classify(node)
+
+    # -- choice ------------------------------------------------------------------------------
+
+    def _stamp(self) -> int:
+        self._clock += 1
+        return self._clock
+
+    def _classify(self, node: Node) -> None:
+        """(Re-)enter ``node`` where it can be chosen; older heap entries become stale."""
+        node.stamp += 1
+        if node.parent is None:
+            return
+        if node.dead:
+            self._doom_full(node)
+            if node.free_swa:
+                self._doomed.update(node.free_swa)
+                self._live_swa -= len(node.free_swa)
+                node.free_swa.clear()
+            return
+        if node.swa is None and node.free_swa:
+            self._doomed.update(node.free_swa)
+            self._live_swa -= len(node.free_swa)
+            node.free_swa.clear()
+        if not node.children:
+            if node.swa is None:
+                self._doom_full(node)
+            elif node.free_swa or node.free_full:
+                self._candidates.push(node)
+        elif node.free_swa:
+            self._candidates.push(node)
+
+    def _doom_oldest(self, ranks: Sequence[str] = RANKS, *, with_swa: bool = False) -> bool:
+        node = self._candidates.take_oldest(self._clock, ranks, with_swa=with_swa)
+        if node is None:
+            return False
+        self._doom(node)
+        return True
+
+    def _force_deepest(self) -> None:
+        """Nothing can be spared: break a prefix at its deepest free span."""
+        nodes = [n for n in self.tree.subtree(self.tree.root) if n.free_full or n.free_swa]
+        node = min(nodes, key=lambda n: (n.clock, -n.tokens))
+        self._doom(node)
+        self._doom_full(node)
+
+    def _count(self, kind: str, cls: str, change: int) -> None:
+        if change:
+            key = (kind, cls)
+            self.cached[key] = self.cached.get(key, 0) + change
+
+    def _relabel(self, node: Node, cls: str) -> None:
+        if retention.STRENGTH[cls] >= retention.STRENGTH[node.cls]:
+            blocks = sum(map(len, node.full))
+            self._count(FULL, node.cls, -blocks)
+            self._count(FULL, cls, blocks)
+            node.cls = cls
+
+
+def sorted_by_position(node: Node) -> list[int]:
+    """Free full blocks of ``node``, deepest first."""
+    if len(node.full) == 1:
+        return [b for b in reversed(node.full[0]) if b in node.free_full]
+    return [b for ids in node.full for b in reversed(ids) if b in node.free_full]

@@ -1,0 +1,417 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hybrid coordinator: decides per request which blocks are cached, through one plan for all groups.
+
+Upstream lets every group mask its own blocks. Here a checkpoint is one thing: its blocks in all
+SWA groups are hashed together or not at all, and the full blocks of a prefix that is cached
+already are not cached twice.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id, resolve_block_hashes
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+from mimo_plugin.core import retention
+from mimo_plugin.core.eviction import DeathOrder
+from mimo_plugin.core.retention import RetentionRule, find_message_starts
+from mimo_plugin.core.tree import Node, Path
+from mimo_plugin.core.window import GroupGeometry, blocks_for_hit, last_safe_boundary
+from mimo_plugin.engines.vllm.kv.managers import HoldingSlidingWindowManager
+
+
+@dataclass(slots=True)
+class RequestState:
+    """What the coordinator knows of a running request's cached prefix."""
+
+    request: Any
+    path: Path
+    hit_tokens: int
+    planned_tokens: int
+    cached_tokens: int
+    computed_tokens: int
+    scanned_tokens: int
+    loaded_tokens: int = 0
+    holds: bool = True
+    #: full blocks not hashed because an equal block was resident: [first, stop) ranges
+    skipped: list[range] = field(default_factory=list)
+
+
+class MimoCoordinator(HybridKVCacheCoordinator):  # type: ignore[misc]
+    """``HybridKVCacheCoordinator`` whose retention and order of death are the plugin's.
+
+    :meth:`configure` must run right after construction (see ``bind.py``).
+    """
+
+    def configure(self, rule: RetentionRule, order: DeathOrder, settings: Any) -> None:
+        """Take the retention rule, the order of death and the feature's settings."""
+        self.rule = rule
+        self.order = order
+        self.settings = settings
+        self.states: dict[str, RequestState] = {}
+        self.full_ids = tuple(
+            i
+            for i, m in enumerate(self.single_type_managers)
+            if isinstance(m.kv_cache_spec, FullAttentionSpec)
+        )
+        self.swa_ids = tuple(
+            i
+            for i, m in enumerate(self.single_type_managers)
+            if isinstance(m.kv_cache_spec, SlidingWindowSpec)
+        )
+        self.geometry = group_geometry(self)
+        self.spine = self.full_ids[0]
+        self.spine_block_tokens = self.single_type_managers[self.spine].block_size
+        #: checkpoints made, newest last: (tokens, spine hash); look-up memos read it
+        self.sealed: deque[tuple[int, bytes]] = deque(maxlen=4096)
+        self.num_sealed = 0
+        self.created: dict[str, int] = {}
+        self.refused: dict[str, int] = {}
+        self.deduplicated_blocks = 0
+        self._hold_back = self.scheduler_block_size if retention.TAIL in rule.classes else 0
+        for gid in self.swa_ids:
+            manager = self.single_type_managers[gid]
+            if isinstance(manager, HoldingSlidingWindowManager):
+                manager.hold = self._held_tokens
+
+    # -- admission ---------------------------------------------------------------------------
+
+    def allocate_new_computed_blocks(
+        self,
+        request_id: str,
+        new_computed_blocks: tuple[Sequence[Any], ...],
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+        skip_zeroing_group_ids: tuple[int, ...] = (),
+    ) -> None:
+        """As upstream, and remember where in the tree the request's hit ends."""
+        is_new = request_id not in self.states
+        super().allocate_new_computed_blocks(
+            request_id,
+            new_computed_blocks,
+            num_local_computed_tokens,
+            num_external_computed_tokens,
+            skip_zeroing_group_ids,
+        )
+        if is_new:
+            self._admit(request_id, new_computed_blocks, num_local_computed_tokens)
+            if num_external_computed_tokens:
+                self.states[request_id].loaded_tokens = (
+                    num_local_computed_tokens + num_external_computed_tokens
+                )
+
+    def _admit(
+        self, request_id: str, hit_blocks: tuple[Sequence[Any], ...], hit_tokens: int
+    ) -> RequestState:
+        tree = self.order.tree
+        spine_blocks = hit_blocks[self.spine] if hit_blocks else ()
+        num_hit_blocks = hit_tokens // self.spine_block_tokens
+        node = tree.node_at(spine_blocks[num_hit_blocks - 1].block_id) if num_hit_blocks else None
+        path = tree.start(node, hit_tokens if node is not None else 0)
+        if num_hit_blocks and node is None:
+            self._adopt(path, hit_blocks, hit_tokens)
+        elif node is not None:
+            if node.tokens == hit_tokens:
+                self.order.used(node)
+            else:
+                self.order.touched(node)
+        state = RequestState(None, path, hit_tokens, hit_tokens, hit_tokens, hit_tokens, hit_tokens)
+        self.states[request_id] = state
+        return state
+
+    def _adopt(self, path: Path, hit_blocks: tuple[Sequence[Any], ...], hit_tokens: int) -> None:
+        """A hit on blocks whose span was already given up: give them a span of their own."""
+        for index, gid in enumerate(self.full_ids):
+            manager = self.single_type_managers[gid]
+            ids = [b.block_id for b in hit_blocks[gid][: -(-hit_tokens // manager.block_size)]]
+            for block_id in ids:
+                self.order.disown(block_id)
+            node = self.order.tree.grow(path, index, ids, hit_tokens)
+            self.order.grew(node, ids)
+
+    # -- caching -----------------------------------------------------------------------------
+
+    def cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
+        """Hash what is worth keeping of ``request``'s first ``num_computed_tokens`` tokens."""
+        request_id = request.request_id
+        state = self.states.get(request_id)
+        if state is None:
+            state = self._admit(request_id, (), 0)
+        if state.request is None:
+            state.request = request
+        cacheable = max(0, num_computed_tokens - self.num_reprefillable_tokens)
+        cacheable = min(cacheable, len(request.block_hashes) * self.hash_block_size)
+        if cacheable <= state.cached_tokens:
+            return
+        spine = self.single_type_managers[self.spine]
+        safe = last_safe_boundary(self.geometry, self.scheduler_block_size, cacheable)
+        cached_before = state.cached_tokens
+        state.cached_tokens, state.computed_tokens = cacheable, num_computed_tokens
+        if (
+            safe <= state.planned_tokens
+            and cacheable // spine.block_size == cached_before // spine.block_size
+            and len(self.full_ids) == 1
+        ):
+            return
+        if safe > state.planned_tokens:
+            for tokens, cls in self._plan(state, safe):
+                self._extend(state, tokens)
+                self._seal(state, tokens, cls)
+            state.planned_tokens = safe
+        self._extend(state, None)
+
+    def _plan(self, state: RequestState, safe_tokens: int) -> list[tuple[int, str]]:
+        request = state.request
+        junctions = [request.shared_prefix_boundary] if request.shared_prefix_boundary else []
+        plan = self.rule.plan(
+            state.planned_tokens,
+            safe_tokens,
+            request.num_prompt_tokens,
+            junctions,
+            self._message_starts(state, safe_tokens),
+        )
+        loaded = self.rule.align(state.loaded_tokens)
+        if state.planned_tokens < loaded <= safe_tokens and all(t != loaded for t, _ in plan):
+            plan.append((loaded, retention.PROMPT_END))
+            plan.sort()
+        return plan
+
+    def _message_starts(self, state: RequestState, safe_tokens: int) -> list[int]:
+        start_ids = self.settings.message_start_token_ids
+        if not start_ids or retention.BOUNDARY not in self.rule.classes:
+            return []
+        request = state.request
+        stop = min(safe_tokens + self.scheduler_block_size, request.num_prompt_tokens)
+        if stop <= state.scanned_tokens:
+            return []
+        found = find_message_starts(request.all_token_ids, start_ids, state.scanned_tokens, stop)
+        state.scanned_tokens = stop
+        return self.rule.thin_boundaries(found, state.hit_tokens)
+
+    def _extend(self, state: RequestState, upto_tokens: int | None) -> None:
+        """Hash full blocks up to what a hit of ``upto_tokens`` needs (None: all that is full)."""
+        request = state.request
+        for index, gid in enumerate(self.full_ids):
+            manager = self.single_type_managers[gid]
+            start = manager.num_cached_block.get(request.request_id, 0)
+            tokens = min(
+                self.get_num_cacheable_tokens(state.computed_tokens, gid), state.cached_tokens
+            )
+            stop = tokens // manager.block_size
+            if upto_tokens is not None:
+                stop = min(stop, self.order.tree.full_end(index, upto_tokens))
+            if start < stop:
+                self._hash_full(state, index, gid, start, stop)
+                manager.num_cached_block[request.request_id] = stop
+        for gid in self.swa_ids:
+            manager = self.single_type_managers[gid]
+            stop = state.cached_tokens // manager.block_size
+            if stop > manager.num_cached_block.get(request.request_id, 0):
+                manager.num_cached_block[request.request_id] = stop
+
+    def _hash_full(self, state: RequestState, index: int, gid: int, start: int, stop: int) -> None:
+        request, pool, tree = state.request, self.block_pool, self.order.tree
+        manager = self.single_type_managers[gid]
+        block_size = manager.block_size
+        table = manager.req_to_blocks[request.request_id]
+        hashes = resolve_block_hashes(request.block_hashes, pool.hash_block_size, block_size)
+        get_block = pool.cached_block_hash_to_block.get_one_block
+        if len(self.full_ids) == 1:
+            at = start
+            while at < stop:
+                block = get_block(make_block_hash_with_group_id(hashes[at], gid))
+                if block is None or not tree.follow(
+                    state.path, block.block_id, (at + 1) * block_size
+                ):
+                    break
+                at += 1
+            if at > start:
+                state.skipped.append(range(start, at))
+                self.deduplicated_blocks += at - start
+                start = at
+        if start >= stop:
+            return
+        pool.cache_full_blocks(
+            request=request,
+            blocks=table,
+            num_cached_blocks=start,
+            num_full_blocks=stop,
+            block_size=block_size,
+            kv_cache_group_id=gid,
+        )
+        ids = [b.block_id for b in table[start:stop] if not b.is_null]
+        node = tree.grow(state.path, index, ids, stop * block_size)
+        self.order.grew(node, ids)
+
+    def _seal(self, state: RequestState, tokens: int, cls: str) -> Node | None:
+        """Make the checkpoint at ``tokens``, if its window is there and it is worth its blocks."""
+        tree, request, pool = self.order.tree, state.request, self.block_pool
+        node = tree.close(state.path, tokens)
+        if node is None or node.dead:
+            return None
+        if node.swa is not None:
+            self.order.seal(node, cls, node.swa, ())
+            return node
+        get_block = pool.cached_block_hash_to_block.get_one_block
+        todo: list[tuple[int, range, list[bool]]] = []
+        all_ids: list[int] = []
+        new_ids: list[int] = []
+        for gid in self.swa_ids:
+            manager = self.single_type_managers[gid]
+            table = manager.req_to_blocks[request.request_id]
+            hashes = resolve_block_hashes(
+                request.block_hashes, pool.hash_block_size, manager.block_size
+            )
+            run = blocks_for_hit(self.geometry[gid], tokens)
+            mask: list[bool] = []
+            for i in run:
+                block = get_block(make_block_hash_with_group_id(hashes[i], gid))
+                if block is None:
+                    block = table[i] if i < len(table) else None
+                    if block is None or block.is_null or block.block_hash is not None:
+                        return None
+                    new_ids.append(block.block_id)
+                    mask.append(True)
+                else:
+                    mask.append(False)
+                all_ids.append(block.block_id)
+            if any(mask):
+                todo.append((gid, run, mask))
+        if not self.order.admit_checkpoint(node, cls, len(new_ids)):
+            self.refused[cls] = self.refused.get(cls, 0) + 1
+            return None
+        for gid, run, mask in todo:
+            manager = self.single_type_managers[gid]
+            pool.cache_full_blocks(
+                request=request,
+                blocks=manager.req_to_blocks[request.request_id],
+                num_cached_blocks=run.start,
+                num_full_blocks=run.stop,
+                block_size=manager.block_size,
+                kv_cache_group_id=gid,
+                block_mask=mask,
+            )
+        self.order.seal(node, cls, all_ids, new_ids)
+        self.order.supersede(node)
+        self.created[cls] = self.created.get(cls, 0) + 1
+        spine_hashes = resolve_block_hashes(
+            request.block_hashes, pool.hash_block_size, self.spine_block_tokens
+        )
+        self.num_sealed += 1
+        self.sealed.append((tokens, spine_hashes[tokens // self.spine_block_tokens - 1]))
+        return node
+
+    # -- end of a request --------------------------------------------------------------------
+
+    def finish(self, request: Any) -> None:
+        """Keep the window at the end of what ``request`` computed, before its blocks are freed."""
+        state = self.states.pop(request.request_id, None)
+        if state is None or state.request is None or not state.cached_tokens:
+            return
+        end = last_safe_boundary(self.geometry, self.scheduler_block_size, state.cached_tokens)
+        self._repair(state)
+        if end <= 0:
+            return
+        if retention.TAIL in self.rule.classes:
+            before = end - self.scheduler_block_size
+            if before > state.hit_tokens:
+                self._seal(state, before, retention.TAIL)
+        if retention.TURN_END in self.rule.classes and end > state.hit_tokens:
+            self._seal(state, end, retention.TURN_END)
+
+    def _repair(self, state: RequestState) -> None:
+        """Blocks left to an equal resident copy that has died since: hash this request's own."""
+        if not (state.path.node.dead or (state.path.open is not None and state.path.open.dead)):
+            return
+        request, pool = state.request, self.block_pool
+        manager = self.single_type_managers[self.spine]
+        table = manager.req_to_blocks.get(request.request_id, [])
+        stop = manager.num_cached_block.get(request.request_id, 0)
+        state.path = Path(self.order.tree.root, 0)
+        hashes = resolve_block_hashes(
+            request.block_hashes, pool.hash_block_size, manager.block_size
+        )
+        get_block = pool.cached_block_hash_to_block.get_one_block
+        at = 0
+        while at < stop:
+            block = get_block(make_block_hash_with_group_id(hashes[at], self.spine))
+            tokens = (at + 1) * manager.block_size
+            if block is None or not self.order.tree.follow(state.path, block.block_id, tokens):
+                break
+            at += 1
+        for i in range(at, stop):
+            block = table[i]
+            if block.is_null:
+                return
+            key = make_block_hash_with_group_id(hashes[i], self.spine)
+            if block.block_hash is None:
+                resident = get_block(key)
+                if resident is not None and resident.ref_cnt > 0:
+                    return
+                pool.cache_full_blocks(
+                    request=request,
+                    blocks=table,
+                    num_cached_blocks=i,
+                    num_full_blocks=i + 1,
+                    block_size=manager.block_size,
+                    kv_cache_group_id=self.spine,
+                )
+            else:
+                self.order.disown(block.block_id)
+            node = self.order.tree.grow(
+                state.path, 0, [block.block_id], (i + 1) * manager.block_size
+            )
+            self.order.grew(node, [block.block_id])
+
+    def release_holds(self, request_id: str | None = None) -> bool:
+        """Give up held windows (of one request, or of all): True when any was held."""
+        states = self.states.values() if request_id is None else [self.states.get(request_id)]
+        released = False
+        for state in states:
+            if state is not None and state.holds:
+                state.holds = False
+                released = True
+        return released
+
+    def drop_held_blocks(self, state: RequestState) -> None:
+        """Free what ``state``'s request holds beyond its window (its hold was released)."""
+        request = state.request
+        if request is not None:
+            processed = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
+            self.remove_skipped_blocks(request.request_id, processed, request.num_prompt_tokens)
+
+    def _held_tokens(self, request_id: str, processed_tokens: int) -> int:
+        state = self.states.get(request_id)
+        if state is None or not state.holds:
+            return processed_tokens
+        cacheable = processed_tokens - self.num_reprefillable_tokens
+        end = last_safe_boundary(self.geometry, self.scheduler_block_size, cacheable)
+        return max(0, min(processed_tokens, end - self._hold_back))
+
+    def reset_prefix_cache(self) -> bool:
+        """As upstream; memos of earlier look-ups become void."""
+        done: bool = super().reset_prefix_cache()
+        if done:
+            self.states.clear()
+        return done
+
+
+def group_geometry(coordinator: Any) -> tuple[GroupGeometry, ...]:
+    """Window geometry of each KV cache group, in group order."""
+    return tuple(
+        GroupGeometry(
+            block_size_tokens=manager.block_size,
+            window_tokens=(
+                manager.kv_cache_spec.sliding_window
+                if isinstance(manager.kv_cache_spec, SlidingWindowSpec)
+                else None
+            ),
+            lookahead_blocks=1 if manager.use_eagle else 0,
+        )
+        for manager in coordinator.single_type_managers
+    )

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler class path that vLLM resolves when a feature of ours is switched on.
+
+vLLM calls what ``scheduler_cls`` names with the scheduler's constructor arguments. A factory lets
+us extend whatever class would have been used (``AsyncScheduler``, ``Scheduler`` or the user's own),
+so overlap of scheduling and execution is never lost.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+from mimo_plugin.config import MimoConfig, parse_config
+from mimo_plugin.engines.vllm.kv.bind import kv_feature
+from mimo_plugin.engines.vllm.kv.settings import KvSettings, resolve_settings
+
+
+class SchedulerExtension:
+    """Mixed in front of the stock scheduler class: hands our counters to the API process."""
+
+    mimo_config: MimoConfig
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
+        """As upstream, with the plugin's counters beside a connector's."""
+        stats = super().make_stats(*args, **kwargs)  # type: ignore[misc]
+        if stats is None:
+            return None
+        accounting = getattr(self.kv_cache_manager, "accounting", None)  # type: ignore[attr-defined]
+        payload = accounting.drain() if accounting is not None else None
+        if payload is not None:
+            stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), "mimo": payload}
+        return stats
+
+
+def extend(base: type[Any]) -> type[Any]:
+    """``base`` with :class:`SchedulerExtension` in front."""
+    return type(f"Mimo{base.__name__}", (SchedulerExtension, base), {})
+
+
+def stock_class(vllm_config: Any) -> type[Any]:
+    """The class vLLM would use without us."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    base: type[Any] = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
+    return base
+
+
+def build(base: type[Any], settings: KvSettings | None, *args: Any, **kwargs: Any) -> Any:
+    """Construct an extended ``base``; with ``settings`` it gets the plugin's KV cache manager."""
+    with ExitStack() as stack:
+        if settings is not None:
+            stack.enter_context(kv_feature(settings))
+        return extend(base)(*args, **kwargs)
+
+
+def make_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+    """What ``scheduler_cls`` names: called by the EngineCore with the scheduler's arguments.
+
+    Raises:
+        FeatureUnavailable: a feature that was asked for does not fit this model.
+    """
+    raw = (vllm_config.additional_config or {}).get("mimo")
+    config = parse_config(raw, environ={})
+    assert config is not None, "scheduler_cls points at the plugin but additional_config does not"
+    settings = resolve_settings(config.kv, vllm_config) if "kv" in config.features else None
+    scheduler = build(stock_class(vllm_config), settings, vllm_config, *args, **kwargs)
+    scheduler.mimo_config = config
+    return scheduler
