@@ -26,6 +26,8 @@ TINY_SCALE = 0.25
 TINY_BLOCKS = 2600
 """Pool of the tiny model's servers: small enough that the whole workload does not fit."""
 TINY_BLOCK_TOKENS = 16
+BOUND_BLOCK_TOKENS = 16
+"""Granularity of the unlimited cache that the figures are compared with."""
 SAMPLE_CHARACTERS = 3000
 
 
@@ -136,7 +138,7 @@ def sample_chat(plan: Plan, outcome: compare.Outcome) -> str:
 def write_results(plan: Plan, stock: compare.Outcome, plugin: compare.Outcome) -> int:
     """Print the table, write the reports, return the exit status."""
     options = plan.options
-    figures = compare.summary(stock, plugin, TINY_BLOCK_TOKENS)
+    figures = compare.summary(stock, plugin, BOUND_BLOCK_TOKENS)
     how = "python -m tools.run " + shlex.join(sys.argv[1:])
     entries = compare.claims(figures, options.seed, how.strip())
     rows = compare.table(figures)
