@@ -43,8 +43,8 @@ from benchmarks.workloads import FIRST_TOKEN, LAST_TOKEN, MESSAGE_START, Session
 from mimo_plugin.engines.vllm.kv.settings import KvSettings  # noqa: E402
 from mimo_plugin.engines.vllm.scheduler import build  # noqa: E402
 
-_HASH = get_hash_fn_by_name("sha256")
-init_none_hash(_HASH)
+HASH = get_hash_fn_by_name("sha256")
+init_none_hash(HASH)
 
 #: the plugin's settings in the benchmarks: defaults, and the workloads' message start
 PLUGIN = KvSettings(message_start_token_ids=frozenset({MESSAGE_START}))
@@ -225,7 +225,7 @@ class Simulator:
         )
         self.manager = self.scheduler.kv_cache_manager
         self.pool = self.manager.block_pool
-        self._hasher = get_request_block_hasher(hash_block_tokens, _HASH)
+        self._hasher = get_request_block_hasher(hash_block_tokens, HASH)
         self._outputs: dict[str, list[int]] = {}
         self._count = 0
         self.records: dict[str, Record] = {}

@@ -48,7 +48,7 @@ class DeathOrder:
         self.on_evict = on_evict
         self.now = now
         self._kind = bytearray(num_blocks)
-        self._empty: dict[int, None] = {}
+        self._empty: list[int] = []
         self._doomed: dict[int, None] = {}
         self._candidates = Candidates(policy.ageing)
         self._clock = 0
@@ -63,9 +63,10 @@ class DeathOrder:
 
     def add_empty(self, block_ids: Iterable[int]) -> None:
         """Free blocks that hold nothing; the first one given is reused first."""
-        for block_id in reversed(list(block_ids)):
-            self._empty[block_id] = None
-            self.num_free_blocks += 1
+        ids = list(block_ids)
+        ids.reverse()
+        self._empty.extend(ids)
+        self.num_free_blocks += len(ids)
 
     def add_cached(self, block_ids: Iterable[int]) -> None:
         """Free blocks that carry a hash; their place follows from the tree."""
@@ -105,7 +106,22 @@ class DeathOrder:
             if node is not None and not node.dead:
                 self._reprieve(node)
             return
-        del self._empty[block_id]
+        self._empty.remove(block_id)
+
+    def remove_many(self, block_ids: Iterable[int]) -> None:
+        """Take cached free blocks out: a request adopts a prefix."""
+        owner, kind = self.tree.owner, self._kind
+        taken = 0
+        for block_id in block_ids:
+            node = owner[block_id]
+            if node is not None:
+                free = node.free_full if kind[block_id] == _FULL else node.free_swa
+                if block_id in free:
+                    del free[block_id]
+                    taken += 1
+                    continue
+            self.remove(block_id)
+        self.num_free_blocks -= taken
 
     def _live(self, block_id: int, change: int) -> None:
         if self._kind[block_id] == _FULL:
@@ -113,28 +129,31 @@ class DeathOrder:
         elif self._kind[block_id] == _SWA:
             self._live_swa += change
 
-    def pop(self, count: int) -> list[int]:
-        """The next ``count`` blocks to be reused; the caller unhashes them.
+    def pop(self, count: int) -> tuple[list[int], list[int]]:
+        """The next ``count`` blocks to be reused: those that hold nothing, and evicted ones.
+
+        The caller takes the hashes off the evicted ones.
 
         Raises:
             ValueError: fewer than ``count`` blocks are free.
         """
         if count > self.num_free_blocks:
             raise ValueError(f"asked for {count} blocks, {self.num_free_blocks} are free")
-        out: list[int] = []
-        empty, doomed = self._empty, self._doomed
-        while len(out) < count:
-            if empty:
-                out.append(empty.popitem()[0])
-            elif doomed:
+        self.num_free_blocks -= count
+        empty = self._empty
+        fresh = empty[: -count - 1 : -1] if count else []
+        del empty[len(empty) - len(fresh) :]
+        evicted: list[int] = []
+        doomed = self._doomed
+        while len(fresh) + len(evicted) < count:
+            if doomed:
                 block_id = next(iter(doomed))
                 del doomed[block_id]
                 self.forget(block_id, evicted=True)
-                out.append(block_id)
+                evicted.append(block_id)
             elif not self._doom_oldest():
                 self._force_deepest()
-        self.num_free_blocks -= count
-        return out
+        return fresh, evicted
 
     def free_ids(self) -> list[int]:
         """All free blocks, roughly in order of death (not exact past the doomed ones)."""
@@ -151,7 +170,7 @@ class DeathOrder:
         self.tree.clear()
         self._kind = bytearray(len(self._kind))
         self._doomed.clear()
-        self._empty = dict.fromkeys(reversed(free))
+        self._empty = free[::-1]
         self._candidates.clear()
         self.cached.clear()
         self._live_swa = self._live_full = 0
@@ -342,7 +361,7 @@ class DeathOrder:
         self.forget(block_id)
         self.epoch += 1
         if free:
-            self._empty[block_id] = None
+            self._empty.append(block_id)
 
     def _drop_checkpoint(self, node: Node) -> None:
         """``node``'s checkpoint is incomplete now; blocks it alone needs are doomed."""

@@ -52,8 +52,8 @@ def kv_feature(settings: KvSettings) -> Iterator[None]:
     from mimo_plugin.engines.vllm.kv.coordinator import MimoCoordinator, group_geometry
     from mimo_plugin.engines.vllm.kv.manager import MimoKVCacheManager
     from mimo_plugin.engines.vllm.kv.managers import (
-        HoldingSlidingWindowManager,
         LeanFullAttentionManager,
+        LeanSlidingWindowManager,
     )
     from mimo_plugin.engines.vllm.kv.queue import OrderedBlockPool
 
@@ -61,7 +61,7 @@ def kv_feature(settings: KvSettings) -> Iterator[None]:
     make_stock_manager = upstream_coordinator.get_manager_for_kv_cache_spec
     subclass_of = {
         FullAttentionManager: LeanFullAttentionManager,
-        SlidingWindowManager: HoldingSlidingWindowManager,
+        SlidingWindowManager: LeanSlidingWindowManager,
     }
 
     def make_manager(*args: Any, **kwargs: Any) -> Any:

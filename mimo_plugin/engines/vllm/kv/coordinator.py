@@ -22,7 +22,6 @@ from mimo_plugin.core.eviction import DeathOrder
 from mimo_plugin.core.retention import RetentionRule, find_message_starts
 from mimo_plugin.core.tree import Node, Path
 from mimo_plugin.core.window import GroupGeometry, blocks_for_hit, last_safe_boundary
-from mimo_plugin.engines.vllm.kv.managers import HoldingSlidingWindowManager
 
 
 @dataclass(slots=True)
@@ -37,6 +36,10 @@ class RequestState:
     computed_tokens: int
     scanned_tokens: int
     loaded_tokens: int = 0
+    #: computed tokens below which there is nothing new to cache
+    wake_tokens: int = 0
+    #: window boundary up to which SWA blocks were given back
+    released_tokens: int = -1
     holds: bool = True
     #: full blocks not hashed because an equal block was resident: [first, stop) ranges
     skipped: list[range] = field(default_factory=list)
@@ -74,10 +77,8 @@ class MimoCoordinator(HybridKVCacheCoordinator):  # type: ignore[misc]
         self.refused: dict[str, int] = {}
         self.deduplicated_blocks = 0
         self._hold_back = self.scheduler_block_size if retention.TAIL in rule.classes else 0
-        for gid in self.swa_ids:
-            manager = self.single_type_managers[gid]
-            if isinstance(manager, HoldingSlidingWindowManager):
-                manager.hold = self._held_tokens
+        self._lookahead = max(g.lookahead_blocks * g.block_size_tokens for g in self.geometry)
+        self._unit = min(m.block_size for m in self.single_type_managers)
 
     # -- admission ---------------------------------------------------------------------------
 
@@ -144,26 +145,24 @@ class MimoCoordinator(HybridKVCacheCoordinator):  # type: ignore[misc]
             state = self._admit(request_id, (), 0)
         if state.request is None:
             state.request = request
+        if num_computed_tokens < state.wake_tokens:
+            return
         cacheable = max(0, num_computed_tokens - self.num_reprefillable_tokens)
         cacheable = min(cacheable, len(request.block_hashes) * self.hash_block_size)
         if cacheable <= state.cached_tokens:
             return
-        spine = self.single_type_managers[self.spine]
-        safe = last_safe_boundary(self.geometry, self.scheduler_block_size, cacheable)
-        cached_before = state.cached_tokens
         state.cached_tokens, state.computed_tokens = cacheable, num_computed_tokens
-        if (
-            safe <= state.planned_tokens
-            and cacheable // spine.block_size == cached_before // spine.block_size
-            and len(self.full_ids) == 1
-        ):
-            return
+        safe = last_safe_boundary(self.geometry, self.scheduler_block_size, cacheable)
         if safe > state.planned_tokens:
             for tokens, cls in self._plan(state, safe):
                 self._extend(state, tokens)
                 self._seal(state, tokens, cls)
             state.planned_tokens = safe
         self._extend(state, None)
+        # Nothing can happen before the next full block is full (a checkpoint's look-ahead too).
+        state.wake_tokens = (
+            num_computed_tokens - cacheable + (cacheable // self._unit + 1) * self._unit
+        )
 
     def _plan(self, state: RequestState, safe_tokens: int) -> list[tuple[int, str]]:
         request = state.request
@@ -236,14 +235,7 @@ class MimoCoordinator(HybridKVCacheCoordinator):  # type: ignore[misc]
                 start = at
         if start >= stop:
             return
-        pool.cache_full_blocks(
-            request=request,
-            blocks=table,
-            num_cached_blocks=start,
-            num_full_blocks=stop,
-            block_size=block_size,
-            kv_cache_group_id=gid,
-        )
+        pool.hash_blocks(request, table, start, stop, block_size, gid)
         ids = [b.block_id for b in table[start:stop] if not b.is_null]
         node = tree.grow(state.path, index, ids, stop * block_size)
         self.order.grew(node, ids)
@@ -287,15 +279,8 @@ class MimoCoordinator(HybridKVCacheCoordinator):  # type: ignore[misc]
             return None
         for gid, run, mask in todo:
             manager = self.single_type_managers[gid]
-            pool.cache_full_blocks(
-                request=request,
-                blocks=manager.req_to_blocks[request.request_id],
-                num_cached_blocks=run.start,
-                num_full_blocks=run.stop,
-                block_size=manager.block_size,
-                kv_cache_group_id=gid,
-                block_mask=mask,
-            )
+            table = manager.req_to_blocks[request.request_id]
+            pool.hash_blocks(request, table, run.start, run.stop, manager.block_size, gid, mask)
         self.order.seal(node, cls, all_ids, new_ids)
         self.order.supersede(node)
         self.created[cls] = self.created.get(cls, 0) + 1
@@ -353,14 +338,7 @@ class MimoCoordinator(HybridKVCacheCoordinator):  # type: ignore[misc]
                 resident = get_block(key)
                 if resident is not None and resident.ref_cnt > 0:
                     return
-                pool.cache_full_blocks(
-                    request=request,
-                    blocks=table,
-                    num_cached_blocks=i,
-                    num_full_blocks=i + 1,
-                    block_size=manager.block_size,
-                    kv_cache_group_id=self.spine,
-                )
+                pool.hash_blocks(request, table, i, i + 1, manager.block_size, self.spine)
             else:
                 self.order.disown(block.block_id)
             node = self.order.tree.grow(
@@ -385,13 +363,30 @@ class MimoCoordinator(HybridKVCacheCoordinator):  # type: ignore[misc]
             processed = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
             self.remove_skipped_blocks(request.request_id, processed, request.num_prompt_tokens)
 
-    def _held_tokens(self, request_id: str, processed_tokens: int) -> int:
+    def remove_skipped_blocks(
+        self,
+        request_id: str,
+        processed_computed_tokens: int,
+        num_prompt_tokens: int | None = None,
+    ) -> None:
+        """As upstream, but the window of the last boundary to checkpoint is held back.
+
+        Full-attention groups never skip blocks, and SWA groups only when that boundary moved.
+        """
         state = self.states.get(request_id)
-        if state is None or not state.holds:
-            return processed_tokens
-        cacheable = processed_tokens - self.num_reprefillable_tokens
-        end = last_safe_boundary(self.geometry, self.scheduler_block_size, cacheable)
-        return max(0, min(processed_tokens, end - self._hold_back))
+        tokens = processed_computed_tokens
+        if state is not None:
+            if state.holds:
+                cacheable = tokens - self.num_reprefillable_tokens - self._lookahead
+                unit = self.scheduler_block_size
+                tokens = max(0, min(tokens, cacheable // unit * unit - self._hold_back))
+            if tokens <= state.released_tokens:
+                return
+            state.released_tokens = tokens
+        for gid in self.swa_ids:
+            self.single_type_managers[gid].remove_skipped_blocks(
+                request_id, tokens, num_prompt_tokens
+            )
 
     def reset_prefix_cache(self) -> bool:
         """As upstream; memos of earlier look-ups become void."""

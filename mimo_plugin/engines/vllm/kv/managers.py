@@ -1,16 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Per-group managers: leaner look-ups with the same results, and windows held at a turn's end."""
+"""Per-group managers: the same results as upstream's for less CPU time."""
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id, resolve_block_hashes
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
 
+from mimo_plugin.engines.vllm.kv.lookup import HitBlocks
+
 
 class LeanFullAttentionManager(FullAttentionManager):  # type: ignore[misc]
     """Full attention: one pass over the hashes without a list per block."""
+
+    @classmethod
+    def _get_num_evictable_blocks(cls, blocks: Any) -> int:
+        """As upstream; a long remembered hit counts by span."""
+        if isinstance(blocks, HitBlocks):
+            return blocks.num_evictable()
+        count: int = super()._get_num_evictable_blocks(blocks)
+        return count
 
     @classmethod
     def find_longest_cache_hit(
@@ -41,12 +52,15 @@ class LeanFullAttentionManager(FullAttentionManager):  # type: ignore[misc]
             )
             return result
         hashes = resolve_block_hashes(block_hashes, block_pool.hash_block_size, block_size)
+        scale = block_size // block_pool.hash_block_size
+        raw = hashes if scale == 1 else hashes.block_hashes
         group_id = kv_cache_group_ids[0]
         get_block = block_pool.cached_block_hash_to_block.get_one_block
         found: list[Any] = []
         append = found.append
         stop = max_length // block_size
-        for block_hash in hashes[:stop]:
+        # A larger block's hash is the hash at its end: step over the rest without a view.
+        for block_hash in islice(raw, scale - 1, stop * scale, scale):
             block = get_block(make_block_hash_with_group_id(block_hash, group_id))
             if block is None:
                 break
@@ -59,11 +73,8 @@ class LeanFullAttentionManager(FullAttentionManager):  # type: ignore[misc]
         return (found,), hit
 
 
-class HoldingSlidingWindowManager(SlidingWindowManager):  # type: ignore[misc]
-    """Sliding window: misses are skipped a window at a time; a turn's last window is held."""
-
-    #: set by the coordinator: tokens of a request's prefix whose window must stay, or None
-    hold: Any = None
+class LeanSlidingWindowManager(SlidingWindowManager):  # type: ignore[misc]
+    """Sliding window: a miss skips a window of candidates at a time."""
 
     @classmethod
     def find_longest_cache_hit(
@@ -126,13 +137,17 @@ class HoldingSlidingWindowManager(SlidingWindowManager):  # type: ignore[misc]
             end = (first + len(run) - lookahead) // per_unit * per_unit + lookahead
         return tuple([] for _ in kv_cache_group_ids), 0
 
-    def remove_skipped_blocks(
-        self,
-        request_id: str,
-        processed_computed_tokens: int,
-        num_prompt_tokens: int | None = None,
-    ) -> None:
-        """Free what left the window, but keep the window of the last boundary to checkpoint."""
-        if self.hold is not None:
-            processed_computed_tokens = self.hold(request_id, processed_computed_tokens)
-        super().remove_skipped_blocks(request_id, processed_computed_tokens, num_prompt_tokens)
+    def _remove_blocks_in_range(self, request_id: str, first_block: int, last_block: int) -> None:
+        """As upstream, comparing blocks by identity (their ``==`` compares every field)."""
+        blocks = self.req_to_blocks.get(request_id)
+        if not blocks:
+            return
+        null = self._null_block
+        stop = first = min(last_block, len(blocks))
+        while first > first_block and blocks[first - 1] is not null:
+            first -= 1
+        if first < stop:
+            freed = blocks[first:stop]
+            blocks[first:stop] = [null] * (stop - first)
+            freed.reverse()
+            self.block_pool.free_blocks(freed)

@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.kv_cache_utils import (
+    KVCacheBlock,
+    make_block_hash_with_group_id,
+    resolve_block_hashes,
+)
 
 from mimo_plugin.core.eviction import DeathOrder
 
@@ -34,7 +38,8 @@ class OrderedFreeQueue:
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
         """The next ``n`` blocks to be reused. Raises ValueError when fewer are free."""
         blocks = self.blocks
-        return [blocks[i] for i in self.order.pop(n)]
+        fresh, evicted = self.order.pop(n)
+        return [blocks[i] for i in fresh + evicted]
 
     def remove(self, block: KVCacheBlock) -> None:
         """Take a given free block out of the queue."""
@@ -89,6 +94,93 @@ class OrderedBlockPool(BlockPool):  # type: ignore[misc]
         self.order = order
         return order
 
+    def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        """As upstream; blocks that hold nothing skip the search for a hash to take off."""
+        order = self.order
+        if order is None or self.metrics_collector is not None or self._reuse_watchers:
+            stock: list[KVCacheBlock] = super().get_new_blocks(num_blocks)
+            return stock
+        fresh, evicted = order.pop(num_blocks)
+        blocks = self.blocks
+        for block_id in evicted:
+            self._maybe_evict_cached_block(blocks[block_id])
+        out = [blocks[i] for i in fresh + evicted]
+        for block in out:
+            block.ref_cnt = 1
+        return out
+
+    def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
+        """As upstream: the first block given is the first to be reused."""
+        order = self.order
+        if order is None:
+            super().free_blocks(ordered_blocks)
+            return
+        empty: list[int] = []
+        cached: list[int] = []
+        foreign: list[KVCacheBlock] = []
+        for block in ordered_blocks:
+            if block.is_null:
+                continue
+            if block.pool is not self and block.pool is not None:
+                foreign.append(block)
+                continue
+            block.ref_cnt -= 1
+            if block.ref_cnt == 0:
+                (empty if block._block_hash is None else cached).append(block.block_id)
+        if empty:
+            order.add_empty(empty)
+        if cached:
+            order.add_cached(cached)
+        if foreign:
+            super().free_blocks(foreign)
+
+    def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """As upstream: reference blocks that a request adopts."""
+        order = self.order
+        if order is None or self.metrics_collector is not None:
+            super().touch(blocks)
+            return
+        order.remove_many(b.block_id for b in blocks if b.ref_cnt == 0 and not b.is_null)
+        for block in blocks:
+            if not block.is_null:
+                block.ref_cnt += 1
+
+    def hash_blocks(
+        self,
+        request: Any,
+        table: list[KVCacheBlock],
+        start: int,
+        stop: int,
+        block_size: int,
+        group_id: int,
+        mask: list[bool] | None = None,
+    ) -> None:
+        """Hash ``table[start:stop]`` (where ``mask`` allows) as cached blocks of ``group_id``.
+
+        The same as upstream's ``cache_full_blocks``, which serves here whenever KV events are on;
+        without events there is no need to touch the hashes of the rest of the prompt.
+        """
+        if self.enable_kv_cache_events:
+            self.cache_full_blocks(
+                request=request,
+                blocks=table,
+                num_cached_blocks=start,
+                num_full_blocks=stop,
+                block_size=block_size,
+                kv_cache_group_id=group_id,
+                block_mask=mask,
+            )
+            return
+        hashes = resolve_block_hashes(request.block_hashes, self.hash_block_size, block_size)
+        insert = self.cached_block_hash_to_block.insert
+        for index in range(start, stop):
+            block = table[index]
+            if block.is_null or (mask is not None and not mask[index - start]):
+                continue
+            key = make_block_hash_with_group_id(hashes[index], group_id)
+            block.set_block_hash(key, num_tokens=(index + 1) * block_size)
+            insert(key, block)
+
     def evict_blocks(self, block_ids: set[int]) -> None:
         """Invalidate cached blocks (a connector failed to load them)."""
         order = self.order
@@ -104,8 +196,3 @@ class OrderedBlockPool(BlockPool):  # type: ignore[misc]
         if done and self.order is not None:
             self.order.clear()
         return bool(done)
-
-
-def ids_of(blocks: Iterable[KVCacheBlock]) -> list[int]:
-    """Block ids, in order."""
-    return [b.block_id for b in blocks]
