@@ -87,14 +87,16 @@ def _draw_growth(axis: Any, stock: Outcome, plugin: Outcome, figures: Mapping[st
 
 
 def _draw_ttft(axis: Any, stock: Outcome, plugin: Outcome) -> None:
+    from matplotlib import ticker
+
     for run, colour in ((stock, STOCK_COLOUR), (plugin, PLUGIN_COLOUR)):
         times = [record.ttft_s for record in run.records]
         points = [percentile(times, percent) * 1000 for percent in range(101)]
         axis.plot(points, range(101), color=colour, label=run.name)
     axis.set_xscale("log")
-    for ticks in (axis.xaxis.set_major_formatter, axis.xaxis.set_minor_formatter):
-        ticks("{x:.0f}")
-    axis.tick_params(axis="x", which="both", labelsize=8)
+    axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.xaxis.set_minor_locator(ticker.NullLocator())
+    axis.xaxis.set_major_formatter("{x:.0f}")
     axis.set_xlabel("time to first token, ms")
     axis.set_ylabel("% of requests")
     axis.set_title("Time to first token")
