@@ -36,8 +36,6 @@ DEGRADED_KEY = "_degraded"
 CHECKPOINT_CLASSES = ("turn_end", "boundary", "junction", "prompt_end", "tail", "ladder")
 """Checkpoint classes, most valuable idea first; see docs for what each keeps."""
 
-ORDERS = ("value", "lru")
-
 
 @dataclass(frozen=True, kw_only=True)
 class KvConfig:
@@ -56,7 +54,6 @@ class KvConfig:
             ``max(ladder_min_tokens, ladder_growth * position)``, 0 < x <= 1.
         draft_share: largest share of the cached sliding-window blocks that the draft model's
             groups may hold, 0 <= x <= 1.
-        order: order of death among live checkpoints, ``value`` (by class, then age) or ``lru``.
         memoise: remember the hit of a waiting request and re-check only its boundary.
     """
 
@@ -67,7 +64,6 @@ class KvConfig:
     ladder_min_tokens: int | None = None
     ladder_growth: float = 0.25
     draft_share: float = 0.25
-    order: str = "value"
     memoise: bool = True
 
 
@@ -333,7 +329,6 @@ _KV_VALUES: dict[str, Callable[[str, object], Any]] = {
     "ladder_min_tokens": _tokens_or_none,
     "ladder_growth": _share(low_open=True, high_open=False),
     "draft_share": _share(low_open=False, high_open=False),
-    "order": _one_of(ORDERS),
     "memoise": _boolean,
 }
 

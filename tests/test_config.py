@@ -61,7 +61,6 @@ def test_every_kv_setting_is_parsed():
         "ladder_min_tokens": 512,
         "ladder_growth": 1,
         "draft_share": 0,
-        "order": "lru",
         "memoise": False,
     }
     assert set(raw) == {field.name for field in dataclasses.fields(cfg.KvConfig)}
@@ -74,7 +73,6 @@ def test_every_kv_setting_is_parsed():
         ladder_min_tokens=512,
         ladder_growth=1.0,
         draft_share=0.0,
-        order="lru",
         memoise=False,
     )
 
@@ -96,7 +94,6 @@ def test_null_means_derived():
         ("ladder_min_tokens", [0, -5, 1.0, True, "64"]),
         ("ladder_growth", [0, 1.01, math.nan, True]),
         ("draft_share", [-0.01, 1.01, False]),
-        ("order", ["LRU", "fifo", 1, None]),
         ("memoise", [1, "no", None]),
     ],
 )
@@ -171,7 +168,6 @@ kv_configs = st.builds(
     ladder_min_tokens=st.none() | st.integers(1, 10**7),
     ladder_growth=shares,
     draft_share=shares,
-    order=st.sampled_from(cfg.ORDERS),
     memoise=st.booleans(),
 )
 

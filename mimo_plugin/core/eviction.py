@@ -44,6 +44,7 @@ class DeathOrder:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tree = CheckpointTree(num_blocks, full_groups)
+        self.tree.on_split = self._was_split
         self.policy = policy
         self.on_evict = on_evict
         self.now = now
@@ -506,6 +507,11 @@ class DeathOrder:
         if change:
             key = (kind, cls)
             self.cached[key] = self.cached.get(key, 0) + change
+
+    def _was_split(self, upper: Node, lower: Node) -> None:
+        blocks = sum(map(len, upper.full))
+        self._count(FULL, lower.cls, -blocks)
+        self._count(FULL, upper.cls, blocks)
 
     def _relabel(self, node: Node, cls: str) -> None:
         if retention.STRENGTH[cls] >= retention.STRENGTH[node.cls]:

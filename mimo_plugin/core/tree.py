@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoint tree: which cached blocks belong together, and which prefix each one serves.
 
+Positions are those of the full-attention blocks. Where a draft model's full group needs a
+look-ahead block, a checkpoint for a hit of ``h`` tokens sits at the node that ends one such block
+later: the look-ahead is part of the prefix that the hit is valid for.
+
 A node covers the full-attention blocks between its parent's end and its own, and may own a
 checkpoint (one window of SWA blocks in every SWA group) at its end. The chain from the root to a
 node is a cached prefix; its checkpoint is what makes that prefix usable. Blocks are plain ids; the
@@ -9,7 +13,7 @@ tree never touches KV. Keeping spans instead of single blocks keeps the cost per
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mimo_plugin.core import retention
@@ -91,6 +95,8 @@ class CheckpointTree:
     def __init__(self, num_blocks: int, full_groups: Sequence[GroupGeometry]) -> None:
         self.full_groups = tuple(full_groups)
         self.num_blocks = num_blocks
+        #: called with (upper, lower) after a split
+        self.on_split: Callable[[Node, Node], None] | None = None
         self.clear()
 
     def clear(self) -> None:
@@ -104,9 +110,8 @@ class CheckpointTree:
     # -- positions ---------------------------------------------------------------------------
 
     def full_end(self, group: int, tokens: int) -> int:
-        """First block index past what a prefix of ``tokens`` needs in full group ``group``."""
-        geometry = self.full_groups[group]
-        return tokens // geometry.block_size_tokens + (geometry.lookahead_blocks if tokens else 0)
+        """First block index of full group ``group`` past a prefix of ``tokens``."""
+        return tokens // self.full_groups[group].block_size_tokens
 
     def locate(self, path: Path) -> Node:
         """Follow splits that happened above the path's position since it was last used."""
@@ -138,7 +143,9 @@ class CheckpointTree:
             if parent is not path.open and path.tokens < parent.tokens:
                 parent = self.split(parent, path.tokens)
             node = Node(parent, parent.tokens, len(self.full_groups))
-            parent.children.add(node)
+            node.dead = parent.dead
+            if not node.dead:
+                parent.children.add(node)
             path.node, path.open = parent, node
         node.tokens = max(node.tokens, end_tokens)
         path.tokens = node.tokens
@@ -181,6 +188,8 @@ class CheckpointTree:
         parent.children.add(upper)
         upper.children.add(node)
         node.parent = upper
+        if self.on_split is not None:
+            self.on_split(upper, node)
         return upper
 
     def close(self, path: Path, tokens: int) -> Node | None:

@@ -11,9 +11,11 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
-from mimo_plugin.config import MimoConfig, parse_config
+from mimo_plugin.config import SECTION, MimoConfig, parse_config
 from mimo_plugin.engines.vllm.kv.bind import kv_feature
 from mimo_plugin.engines.vllm.kv.settings import KvSettings, resolve_settings
+from mimo_plugin.engines.vllm.register import log_active
+from mimo_plugin.errors import ConfigError
 
 
 class SchedulerExtension:
@@ -29,7 +31,7 @@ class SchedulerExtension:
         accounting = getattr(self.kv_cache_manager, "accounting", None)  # type: ignore[attr-defined]
         payload = accounting.drain() if accounting is not None else None
         if payload is not None:
-            stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), "mimo": payload}
+            stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), SECTION: payload}
         return stats
 
 
@@ -38,8 +40,13 @@ def extend(base: type[Any]) -> type[Any]:
     return type(f"Mimo{base.__name__}", (SchedulerExtension, base), {})
 
 
-def stock_class(vllm_config: Any) -> type[Any]:
-    """The class vLLM would use without us."""
+def base_class(vllm_config: Any, user_scheduler_cls: str | None) -> type[Any]:
+    """The class that would be used without us: the user's own, else vLLM's choice."""
+    if user_scheduler_cls is not None:
+        from vllm.utils.import_utils import resolve_obj_by_qualname
+
+        chosen: type[Any] = resolve_obj_by_qualname(user_scheduler_cls)
+        return chosen
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -61,10 +68,16 @@ def make_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
     Raises:
         FeatureUnavailable: a feature that was asked for does not fit this model.
     """
-    raw = (vllm_config.additional_config or {}).get("mimo")
+    raw = (vllm_config.additional_config or {}).get(SECTION)
     config = parse_config(raw, environ={})
-    assert config is not None, "scheduler_cls points at the plugin but additional_config does not"
+    if config is None:
+        raise ConfigError(
+            f"scheduler_cls is {__name__}.make_scheduler but additional_config has no 'mimo' "
+            "section; start with --plugin mimo instead of naming the class"
+        )
     settings = resolve_settings(config.kv, vllm_config) if "kv" in config.features else None
-    scheduler = build(stock_class(vllm_config), settings, vllm_config, *args, **kwargs)
+    base = base_class(vllm_config, config.user_scheduler_cls)
+    scheduler = build(base, settings, vllm_config, *args, **kwargs)
     scheduler.mimo_config = config
+    log_active("EngineCore", config)
     return scheduler

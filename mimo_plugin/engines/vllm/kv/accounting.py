@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
-
 from mimo_plugin.core.tree import Node
 from mimo_plugin.engines.vllm.kv.lookup import spine_hashes
 from mimo_plugin.metrics import MetricsBuffer
@@ -71,12 +69,7 @@ class Accounting:
 
     def _node_at(self, request: Any, tokens: int) -> Node | None:
         coordinator = self.coordinator
-        index = tokens // coordinator.spine_block_tokens - 1
-        hashes = spine_hashes(coordinator, request)
-        if not 0 <= index < len(hashes):
-            return None
-        key = make_block_hash_with_group_id(hashes[index], coordinator.spine)
-        block = coordinator.block_pool.cached_block_hash_to_block.get_one_block(key)
+        block = coordinator.resident_spine_block(spine_hashes(coordinator, request), tokens)
         node: Node | None = (
             coordinator.order.tree.node_at(block.block_id) if block is not None else None
         )

@@ -70,7 +70,8 @@ class MimoCoordinator(HybridKVCacheCoordinator):  # type: ignore[misc]
         self.geometry = group_geometry(self)
         self.spine = self.full_ids[0]
         self.spine_block_tokens = self.single_type_managers[self.spine].block_size
-        #: checkpoints made, newest last: (tokens, spine hash); look-up memos read it
+        #: checkpoints made, newest last: end and hash of the first SWA block that each one hashed;
+        #: look-up memos read it
         self.sealed: deque[tuple[int, bytes]] = deque(maxlen=4096)
         self.num_sealed = 0
         self.created: dict[str, int] = {}
@@ -78,6 +79,11 @@ class MimoCoordinator(HybridKVCacheCoordinator):  # type: ignore[misc]
         self.deduplicated_blocks = 0
         self._hold_back = self.scheduler_block_size if retention.TAIL in rule.classes else 0
         self._lookahead = max(g.lookahead_blocks * g.block_size_tokens for g in self.geometry)
+        #: tokens of full attention that a hit needs past its own end (draft models)
+        self.full_lookahead_tokens = max(
+            self.geometry[i].lookahead_blocks * self.geometry[i].block_size_tokens
+            for i in self.full_ids
+        )
         self._unit = min(m.block_size for m in self.single_type_managers)
 
     # -- admission ---------------------------------------------------------------------------
@@ -117,7 +123,7 @@ class MimoCoordinator(HybridKVCacheCoordinator):  # type: ignore[misc]
         if num_hit_blocks and node is None:
             self._adopt(path, hit_blocks, hit_tokens)
         elif node is not None:
-            if node.tokens == hit_tokens:
+            if self.full_lookahead_tokens == 0 and node.tokens == hit_tokens:
                 self.order.used(node)
             else:
                 self.order.touched(node)
@@ -153,6 +159,7 @@ class MimoCoordinator(HybridKVCacheCoordinator):  # type: ignore[misc]
             return
         state.cached_tokens, state.computed_tokens = cacheable, num_computed_tokens
         safe = last_safe_boundary(self.geometry, self.scheduler_block_size, cacheable)
+        self._repair(state)
         if safe > state.planned_tokens:
             for tokens, cls in self._plan(state, safe):
                 self._extend(state, tokens)
@@ -203,7 +210,8 @@ class MimoCoordinator(HybridKVCacheCoordinator):  # type: ignore[misc]
             )
             stop = tokens // manager.block_size
             if upto_tokens is not None:
-                stop = min(stop, self.order.tree.full_end(index, upto_tokens))
+                end = upto_tokens + self.full_lookahead_tokens
+                stop = min(stop, self.order.tree.full_end(index, end))
             if start < stop:
                 self._hash_full(state, index, gid, start, stop)
                 manager.num_cached_block[request.request_id] = stop
@@ -230,6 +238,9 @@ class MimoCoordinator(HybridKVCacheCoordinator):  # type: ignore[misc]
                     break
                 at += 1
             if at > start:
+                reached = state.path.node
+                if reached.tokens == state.hit_tokens + self.full_lookahead_tokens:
+                    self.order.used(reached)
                 state.skipped.append(range(start, at))
                 self.deduplicated_blocks += at - start
                 start = at
@@ -243,7 +254,7 @@ class MimoCoordinator(HybridKVCacheCoordinator):  # type: ignore[misc]
     def _seal(self, state: RequestState, tokens: int, cls: str) -> Node | None:
         """Make the checkpoint at ``tokens``, if its window is there and it is worth its blocks."""
         tree, request, pool = self.order.tree, state.request, self.block_pool
-        node = tree.close(state.path, tokens)
+        node = tree.close(state.path, tokens + self.full_lookahead_tokens)
         if node is None or node.dead:
             return None
         if node.swa is not None:
@@ -284,12 +295,23 @@ class MimoCoordinator(HybridKVCacheCoordinator):  # type: ignore[misc]
         self.order.seal(node, cls, all_ids, new_ids)
         self.order.supersede(node)
         self.created[cls] = self.created.get(cls, 0) + 1
-        spine_hashes = resolve_block_hashes(
-            request.block_hashes, pool.hash_block_size, self.spine_block_tokens
-        )
-        self.num_sealed += 1
-        self.sealed.append((tokens, spine_hashes[tokens // self.spine_block_tokens - 1]))
+        if todo:
+            # Hashes chain, so a prefix that holds any of the new blocks holds the first of them.
+            first = min(
+                (run.start + mask.index(True) + 1) * self.single_type_managers[gid].block_size
+                for gid, run, mask in todo
+            )
+            self.num_sealed += 1
+            self.sealed.append((first, request.block_hashes[first // self.hash_block_size - 1]))
         return node
+
+    def resident_spine_block(self, hashes: Any, tokens: int) -> Any | None:
+        """The resident full-attention block that ends at ``tokens`` of a prefix, or None."""
+        index = tokens // self.spine_block_tokens - 1
+        if not 0 <= index < len(hashes):
+            return None
+        key = make_block_hash_with_group_id(hashes[index], self.spine)
+        return self.block_pool.cached_block_hash_to_block.get_one_block(key)
 
     # -- end of a request --------------------------------------------------------------------
 
@@ -310,41 +332,55 @@ class MimoCoordinator(HybridKVCacheCoordinator):  # type: ignore[misc]
             self._seal(state, end, retention.TURN_END)
 
     def _repair(self, state: RequestState) -> None:
-        """Blocks left to an equal resident copy that has died since: hash this request's own."""
-        if not (state.path.node.dead or (state.path.open is not None and state.path.open.dead)):
+        """Blocks left to an equal resident copy that has died since: hash this request's own.
+
+        Only blocks that were skipped for that reason are hashed: any other block without a hash
+        lost it because its content is not to be trusted (a connector's failed load).
+        """
+        path = state.path
+        if not state.skipped or not (path.node.dead or (path.open is not None and path.open.dead)):
             return
-        request, pool = state.request, self.block_pool
+        request, pool, tree = state.request, self.block_pool, self.order.tree
         manager = self.single_type_managers[self.spine]
+        block_size = manager.block_size
         table = manager.req_to_blocks.get(request.request_id, [])
-        stop = manager.num_cached_block.get(request.request_id, 0)
-        state.path = Path(self.order.tree.root, 0)
-        hashes = resolve_block_hashes(
-            request.block_hashes, pool.hash_block_size, manager.block_size
-        )
+        stop = min(manager.num_cached_block.get(request.request_id, 0), len(table))
+        hashes = resolve_block_hashes(request.block_hashes, pool.hash_block_size, block_size)
         get_block = pool.cached_block_hash_to_block.get_one_block
-        at = 0
-        while at < stop:
-            block = get_block(make_block_hash_with_group_id(hashes[at], self.spine))
-            tokens = (at + 1) * manager.block_size
-            if block is None or not self.order.tree.follow(state.path, block.block_id, tokens):
-                break
-            at += 1
-        for i in range(at, stop):
-            block = table[i]
-            if block.is_null:
-                return
-            key = make_block_hash_with_group_id(hashes[i], self.spine)
+        state.path = Path(tree.root, 0)
+        following = True
+        for i in range(stop):
+            block, tokens = table[i], (i + 1) * block_size
+            resident = get_block(make_block_hash_with_group_id(hashes[i], self.spine))
+            if (
+                following
+                and resident is not None
+                and tree.follow(state.path, resident.block_id, tokens)
+            ):
+                continue
+            following = False
             if block.block_hash is None:
-                resident = get_block(key)
-                if resident is not None and resident.ref_cnt > 0:
+                if block.is_null or not any(i in part for part in state.skipped):
                     return
-                pool.hash_blocks(request, table, i, i + 1, manager.block_size, self.spine)
+                if resident is None:
+                    pool.hash_blocks(request, table, i, i + 1, block_size, self.spine)
+                else:
+                    block = resident
+                    if block.ref_cnt > 0:
+                        return
+                    # An equal block that waits for death: drop it, this request's copy replaces it.
+                    pool.evict_blocks({block.block_id})
+                    pool.hash_blocks(request, table, i, i + 1, block_size, self.spine)
+                    block = table[i]
             else:
                 self.order.disown(block.block_id)
-            node = self.order.tree.grow(
-                state.path, 0, [block.block_id], (i + 1) * manager.block_size
-            )
+            node = tree.grow(state.path, 0, [block.block_id], tokens)
             self.order.grew(node, [block.block_id])
+
+    def distrust(self) -> None:
+        """A connector reported blocks with bad content: no skipped copy may stand in any more."""
+        for state in self.states.values():
+            state.skipped.clear()
 
     def release_holds(self, request_id: str | None = None) -> bool:
         """Give up held windows (of one request, or of all): True when any was held."""

@@ -3,8 +3,8 @@
 
 A memo stays valid while (a) the span its hit ends in is alive and keeps its checkpoint — an
 ancestor's death kills the span too, so this one check covers every full block of the hit; (b) the
-first block past the longest full-attention prefix is still missing; (c) no checkpoint was made on
-this request's own prefix between the hit and that length.
+first block past the longest full-attention prefix is still missing; (c) no SWA block was hashed on
+this request's own prefix within that length since.
 """
 
 from __future__ import annotations
@@ -76,12 +76,10 @@ class Lookup:
         if fresh:
             if fresh > len(coordinator.sealed):
                 return False
-            hit = self.result[1]
-            hashes = spine_hashes(coordinator, request)
-            block = coordinator.spine_block_tokens
+            hashes, unit = request.block_hashes, coordinator.hash_block_size
             sealed = coordinator.sealed
-            for tokens, key in islice(sealed, len(sealed) - fresh, None):
-                if hit < tokens <= self.full_tokens and hashes[tokens // block - 1] == key:
+            for tokens, block_hash in islice(sealed, len(sealed) - fresh, None):
+                if tokens <= self.full_tokens and hashes[tokens // unit - 1] == block_hash:
                     return False
             self.num_sealed = coordinator.num_sealed
         return True
@@ -117,9 +115,10 @@ def remember(
     reusable = len(coordinator.full_ids) == 1
     nodes: list[Node] = []
     if hit and reusable:
-        spine = blocks.blocks[coordinator.spine]
-        node, nodes = _chain_of(spine, order.tree)
-        reusable = node is not None and node.tokens == hit and node.swa is not None
+        end = hit + coordinator.full_lookahead_tokens
+        last = coordinator.resident_spine_block(hashes, end)
+        node, nodes = _chain_of(blocks.blocks[coordinator.spine], last, order.tree)
+        reusable = node is not None and node.tokens == end and node.swa is not None
     memo = Lookup(
         result=result,
         num_tokens=request.num_tokens,
@@ -138,16 +137,15 @@ def remember(
     return memo, tuple(lists)
 
 
-def _chain_of(spine_blocks: Any, tree: Any) -> tuple[Node | None, list[Node]]:
-    """The node the blocks end in and its chain; None unless the blocks are exactly that chain."""
-    node = tree.node_at(spine_blocks[-1].block_id)
+def _chain_of(
+    spine_blocks: list[Any], last: Any | None, tree: Any
+) -> tuple[Node | None, list[Node]]:
+    """The node of ``last`` and its chain; None unless the hit's blocks are what it starts with."""
+    node = tree.node_at(last.block_id) if last is not None else None
     if node is None:
         return None, []
     chain = [node, *node.ancestors()]
-    at = len(spine_blocks)
-    for part in chain:
-        ids = part.full[0]
-        if [b.block_id for b in spine_blocks[max(0, at - len(ids)) : at]] != ids:
-            return None, []
-        at -= len(ids)
-    return (node, chain) if at == 0 else (None, [])
+    ids = [block_id for part in reversed(chain) for block_id in part.full[0]]
+    if ids[: len(spine_blocks)] != [block.block_id for block in spine_blocks]:
+        return None, []
+    return node, chain

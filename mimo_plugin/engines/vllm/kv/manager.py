@@ -67,6 +67,17 @@ class MimoKVCacheManager(KVCacheManager):  # type: ignore[misc]
         if memo is not None:
             self.accounting.admitted(request, num_hits, memo.full_tokens)
 
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        """As upstream; a connector calls it for blocks whose content can't be trusted."""
+        self.coordinator.distrust()
+        super().evict_blocks(block_ids)
+
+    def reset_prefix_cache(self) -> bool:
+        """As upstream; look-ups of waiting requests are forgotten too."""
+        self._lookups.clear()
+        done: bool = super().reset_prefix_cache()
+        return done
+
     def free(self, request: Any) -> None:
         """As upstream, after the end of the turn is checkpointed."""
         self._finish(request)
