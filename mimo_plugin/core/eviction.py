@@ -49,6 +49,7 @@ class DeathOrder:
         self.on_evict = on_evict
         self.now = now
         self._kind = bytearray(num_blocks)
+        self._swa_cls: dict[int, str] = {}
         self._empty: list[int] = []
         self._doomed: dict[int, None] = {}
         self._candidates = Candidates(policy.ageing)
@@ -171,6 +172,7 @@ class DeathOrder:
         self.tree.clear()
         self._kind = bytearray(len(self._kind))
         self._doomed.clear()
+        self._swa_cls.clear()
         self._empty = free[::-1]
         self._candidates.clear()
         self.cached.clear()
@@ -216,7 +218,7 @@ class DeathOrder:
         for block_id in new_ids:
             kind[block_id] = _SWA
             tree.owner[block_id] = node
-        self._count(SWA, cls, len(new_ids))
+            self._label_swa(block_id, node.cls)
         self._live_swa += len(new_ids)
         if len(new_ids) != len(swa_ids):
             fresh = set(new_ids)
@@ -235,7 +237,7 @@ class DeathOrder:
         if home is None:
             tree.owner[block_id] = node
             self._kind[block_id] = _SWA
-            self._count(SWA, node.cls, 1)
+            self._label_swa(block_id, node.cls)
             self._live_swa += 1
         elif home.swa is None or self._outlives(node, home):
             if home.swa is not None and home not in sharers:
@@ -254,8 +256,7 @@ class DeathOrder:
 
     def _rehome(self, block_id: int, old: Node, new: Node) -> None:
         self.tree.owner[block_id] = new
-        self._count(SWA, old.cls, -1)
-        self._count(SWA, new.cls, 1)
+        self._label_swa(block_id, new.cls)
         if block_id in old.free_swa:
             del old.free_swa[block_id]
             new.free_swa[block_id] = None
@@ -292,8 +293,10 @@ class DeathOrder:
         """A referenced, resident block leaves its span (its new span is registered next)."""
         node = self.tree.owner[block_id]
         if node is not None:
-            name = FULL if self._kind[block_id] == _FULL else SWA
-            self._count(name, node.cls, -1)
+            if self._kind[block_id] == _FULL:
+                self._count(FULL, node.cls, -1)
+            else:
+                self._label_swa(block_id, None)
             self._live(block_id, -1)
             self.tree.owner[block_id] = None
             self._kind[block_id] = _NO_KIND
@@ -331,10 +334,13 @@ class DeathOrder:
         sharers = self.tree.sharers.pop(block_id, ())
         if node is None:
             return
-        name = FULL if kind == _FULL else SWA
-        self._count(name, node.cls, -1)
+        name, cls = (FULL, node.cls) if kind == _FULL else (SWA, self._swa_cls[block_id])
+        if kind == _FULL:
+            self._count(FULL, cls, -1)
+        else:
+            self._label_swa(block_id, None)
         if evicted and self.on_evict is not None:
-            self.on_evict(name, node.cls, self.now() - node.created_s)
+            self.on_evict(name, cls, self.now() - node.created_s)
         if kind == _FULL:
             if not evicted:
                 self._live_full -= 1
@@ -508,6 +514,15 @@ class DeathOrder:
             key = (kind, cls)
             self.cached[key] = self.cached.get(key, 0) + change
 
+    def _label_swa(self, block_id: int, cls: str | None) -> None:
+        """The class under which a cached SWA block is counted; None takes it out."""
+        old = self._swa_cls.pop(block_id, None)
+        if old is not None:
+            self._count(SWA, old, -1)
+        if cls is not None:
+            self._swa_cls[block_id] = cls
+            self._count(SWA, cls, 1)
+
     def _was_split(self, upper: Node, lower: Node) -> None:
         blocks = sum(map(len, upper.full))
         self._count(FULL, lower.cls, -blocks)
@@ -519,6 +534,9 @@ class DeathOrder:
             self._count(FULL, node.cls, -blocks)
             self._count(FULL, cls, blocks)
             node.cls = cls
+            for block_id in node.swa or ():
+                if self.tree.owner[block_id] is node:
+                    self._label_swa(block_id, cls)
 
 
 def sorted_by_position(node: Node) -> list[int]:
