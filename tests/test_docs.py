@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The documentation says what the code says: names, defaults, links, paths, examples."""
+
+import argparse
+import ast
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from mimo_plugin import __version__
+from mimo_plugin.cli import main as cli
+from mimo_plugin.cli._environment import KNOWN_VARIABLES
+from mimo_plugin.cli.patches import ACTIONS
+from mimo_plugin.config import CHECKPOINT_CLASSES, KvConfig, parse_config, parse_plugin_option
+from mimo_plugin.core.candidates import AGEING
+from mimo_plugin.core.retention import CLASSES
+from mimo_plugin.engines.vllm.version import SUPPORTED_MINORS, SUPPORTED_TEXT
+from mimo_plugin.errors import ConfigError
+from mimo_plugin.features import FEATURES
+from mimo_plugin.metrics import BLOCK_KINDS, CLASS_LABELS, MAX_OBSERVATIONS, METRICS, TRIM_REASONS
+from tools.tiers import TIERS
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+WRITTEN = [
+    ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted(DOCS.glob("*.md")),
+]
+PAGES = [*WRITTEN, ROOT / "patches" / "README.md"]
+FIGURES = ("run", "retention")
+
+
+def page(name):
+    return (DOCS / name).read_text()
+
+
+def prose(text):
+    """``text`` without fenced code."""
+    return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def fenced(text, language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def table(text, name):
+    """Rows of the table between ``<!-- table:name -->`` and ``<!-- /table -->``."""
+    found = re.search(rf"<!-- table:{name} -->\n(.*?)<!-- /table -->", text, re.DOTALL)
+    assert found, f"no table {name!r}"
+    lines = found[1].strip().splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert all(len(row) == len(rows[0]) for row in rows), f"table {name!r} is ragged"
+    return rows[2:]
+
+
+def first_column(text, name):
+    return [row[0].strip("`") for row in table(text, name)]
+
+
+def anchors(text):
+    found = set()
+    for title in re.findall(r"^#+ (.*)$", prose(text), re.MULTILINE):
+        plain = re.sub(r"[^\w\- ]", "", title.lower())
+        found.add(plain.replace(" ", "-"))
+    return found
+
+
+# --- names and values -----------------------------------------------------------------------
+
+
+def test_features_of_the_readme_are_the_table():
+    engines = {"vllm": "vLLM", "sglang": "SGLang"}
+    rows = table((ROOT / "README.md").read_text(), "features")
+    assert [row[0].strip("`") for row in rows] == list(FEATURES)
+    for row, feature in zip(rows, FEATURES.values(), strict=True):
+        names = ", ".join(engines[name] for name in feature.engines) or "–"
+        assert row[1:4] == [feature.title, names, feature.status], feature.name
+        if feature.status == "available":
+            link = re.fullmatch(r"\[.+\]\((docs/.+\.md)\)", row[4])
+            assert link and (ROOT / link[1]).is_file(), feature.name
+            assert (ROOT / row[5].strip("`")).exists(), feature.name
+        else:
+            assert row[4:] == ["–", "–"], feature.name
+
+
+def test_planned_features_are_said_to_be_planned():
+    rows = re.findall(r"^\|.*\|$", page("report-mapping.md"), re.MULTILINE)[2:]
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    for _, what, status, _ in cells:
+        named = re.match(r"`(\w+)`", what)
+        if named and named[1] in FEATURES:
+            assert status.split()[0] == FEATURES[named[1]].status, what
+        else:
+            assert status == "planned", what
+
+
+def test_options_are_those_of_the_code():
+    rows = table(page("options.md"), "kv")
+    assert [row[0].strip("`") for row in rows] == [field.name for field in fields(KvConfig)]
+    for row, field in zip(rows, fields(KvConfig), strict=True):
+        default = list(field.default) if isinstance(field.default, tuple) else field.default
+        assert json.loads(row[2].strip("`")) == default, field.name
+        assert all(row), f"{field.name}: an empty cell"
+
+
+@pytest.mark.parametrize(
+    ("name", "bound", "inside"),
+    [
+        (name, bound, inside)
+        for name, pairs in {
+            "swa_share": ((0, False), (1, False)),
+            "ladder_growth": ((0, False), (1, True)),
+            "draft_share": ((0, True), (1, True)),
+        }.items()
+        for bound, inside in pairs
+    ],
+)
+def test_stated_bounds_hold(name, bound, inside):
+    (row,) = [row for row in table(page("options.md"), "kv") if row[0] == f"`{name}`"]
+    sign = {(0, True): "≥ 0", (0, False): "> 0", (1, True): "≤ 1", (1, False): "< 1"}
+    assert sign[bound, inside] in row[3]
+    section = {"kv": {name: bound}}
+    if inside:
+        assert parse_config(section, environ={})
+    else:
+        with pytest.raises(ConfigError):
+            parse_config(section, environ={})
+
+
+def test_an_option_that_nothing_reads_is_said_to_have_no_effect():
+    apart = {"config.py", "settings.py"}
+    sources = [
+        path.read_text() for path in (ROOT / "mimo_plugin").rglob("*.py") if path.name not in apart
+    ]
+    for name, *_, what, _when in table(page("options.md"), "kv"):
+        read = any(re.search(rf"\.{name.strip('`')}\b", source) for source in sources)
+        assert ("No effect in this version" in what) != read, name
+
+
+def test_metrics_are_those_of_the_code():
+    rows = {row[0].strip("`"): row for row in table(page("metrics.md"), "metrics")}
+    assert set(rows) == {f"mimo:{spec.name}" for spec in METRICS}
+    for spec in METRICS:
+        _, kind, labels, meaning = rows[f"mimo:{spec.name}"]
+        assert kind == spec.kind, spec.name
+        assert re.findall(r"`(\w+)`", labels) == list(spec.labels), spec.name
+        assert meaning, spec.name
+
+
+def test_every_series_that_is_mentioned_exists():
+    series = set()
+    for spec in METRICS:
+        suffixes = {"counter": ("", "_total"), "gauge": ("",)}
+        for suffix in suffixes.get(spec.kind, ("", "_bucket", "_sum", "_count")):
+            series.add(f"mimo:{spec.name}{suffix}")
+    for path in WRITTEN:
+        text = path.read_text()
+        mentioned = set(re.findall(r"\bmimo:[a-z][a-z_]+\b", text))
+        options = {name for name in mentioned if name.partition(":")[2] in FEATURES}
+        assert mentioned - options <= series, path.name
+
+
+def test_queries_count_with_the_names_that_are_exported():
+    counters = {f"mimo:{spec.name}" for spec in METRICS if spec.kind == "counter"}
+    for query in fenced(page("metrics.md"), "promql"):
+        assert not counters & set(re.findall(r"\bmimo:[a-z_]+\b", query)), query
+
+
+def test_reasons_kinds_and_classes():
+    metrics, works = page("metrics.md"), page("how-it-works-kv.md")
+    assert sorted(first_column(metrics, "reasons")) == sorted(TRIM_REASONS)
+    assert first_column(works, "classes") == list(CLASSES)
+    assert set(CLASSES) == set(CHECKPOINT_CLASSES)
+    for name in (*CLASS_LABELS, *BLOCK_KINDS):
+        assert f"`{name}`" in metrics, name
+    assert set(first_column(works, "ranks")) == set(AGEING)
+
+
+def test_ranks_age_in_the_stated_order():
+    speed = {"slowest": 0, "faster": 1, "fastest": 2}
+    rows = table(page("how-it-works-kv.md"), "ranks")
+    stated = {row[0].strip("`"): speed[row[2]] for row in rows}
+    levels = sorted(set(AGEING.values()))
+    assert {rank: levels.index(weight) for rank, weight in AGEING.items()} == stated
+
+
+def test_numbers_that_are_quoted_from_the_code():
+    assert f"{MAX_OBSERVATIONS:,} per series" in page("limits.md")
+    (hits,) = [spec for spec in METRICS if spec.name == "hit_length_tokens"]
+    assert (hits.buckets[1], hits.buckets[-1]) == (64, 2**20)
+    compatibility, pyproject = page("compatibility.md"), (ROOT / "pyproject.toml").read_text()
+    assert f"`{SUPPORTED_TEXT}`" in compatibility
+    for major, minor in SUPPORTED_MINORS:
+        assert f"vLLM {major}.{minor}.0" in compatibility
+    minimum = re.search(r'^requires-python = ">=([\d.]+)"$', pyproject, re.MULTILINE)
+    assert minimum and f"Python {minimum[1]} or newer" in compatibility
+    assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def subparsers():
+    (action,) = [
+        action
+        for action in cli.build_parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+    ]
+    return action.choices
+
+
+def test_commands_and_their_options():
+    parts = re.split(r"^## `mimo (\w+)`$", page("cli.md"), flags=re.MULTILINE)
+    sections = dict(zip(parts[1::2], parts[2::2], strict=True))
+    choices = subparsers()
+    assert set(sections) == set(cli.COMMANDS) == set(choices)
+    for command, text in sections.items():
+        listed = re.findall(r"^\| `(--[\w-]+)` \|", text, re.MULTILINE)
+        known = {
+            option
+            for action in choices[command]._actions
+            for option in action.option_strings
+            if option.startswith("--") and option != "--help"
+        }
+        assert sorted(listed) == sorted(known), command
+    actions = re.findall(r"^\| `(\w+)` \|", sections["patches"], re.MULTILINE)
+    assert actions == list(ACTIONS)
+
+
+def test_every_command_that_is_mentioned_exists():
+    for path in WRITTEN:
+        text = re.sub(r"`mimo router` \| planned", "", path.read_text())
+        for command in re.findall(r"(?:`|^)mimo (\w+)", text, re.MULTILINE):
+            assert command in cli.COMMANDS, f"{path.name}: mimo {command}"
+
+
+def test_variables():
+    assert first_column(page("options.md"), "variables") == list(KNOWN_VARIABLES)
+
+
+def test_checks_of_the_doctor():
+    checks = set()
+    for name in ("_environment", "_plugins", "doctor"):
+        tree = ast.parse((ROOT / "mimo_plugin" / "cli" / f"{name}.py").read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "check":
+                checks.add(ast.literal_eval(node.value))
+            if (
+                isinstance(node, ast.Call)
+                and ast.unparse(node.func) in ("ok", "note", "problem")
+                and isinstance(node.args[0], ast.Constant)
+            ):
+                checks.add(node.args[0].value)
+    assert set(first_column(page("loading.md"), "checks")) == checks
+
+
+def test_every_patch_is_listed():
+    text = page("patches.md")
+    for series in (ROOT / "patches").glob("*/series"):
+        for line in series.read_text().splitlines():
+            name = line.partition("#")[0].strip()
+            assert not name or f"`{name}`" in text, name
+    for name in re.findall(r"`([\w.-]+\.patch)`", text):
+        assert list((ROOT / "patches").glob(f"*/{name}")), name
+
+
+# --- links, paths, examples -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_resolve(path):
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(path.read_text())):
+        if re.match(r"[a-z]+:", target):
+            assert target.startswith("https://"), target
+            continue
+        name, _, anchor = target.partition("#")
+        file = (path.parent / name).resolve() if name else path
+        assert file.exists(), target
+        if anchor:
+            assert anchor in anchors(file.read_text()), target
+
+
+def test_every_page_is_in_the_index():
+    linked = set(re.findall(r"\]\((\w[\w-]*\.md)\)", page("index.md")))
+    assert linked == {path.name for path in DOCS.glob("*.md")} - {"index.md"}
+    readme = (ROOT / "README.md").read_text()
+    for path in DOCS.glob("*.md"):
+        assert f"docs/{path.name}" in readme, path.name
+
+
+@pytest.mark.parametrize("path", WRITTEN, ids=lambda path: str(path.relative_to(ROOT)))
+def test_paths_exist(path):
+    top = "mimo_plugin|tests|integration_tests|benchmarks|tools|patches|docs|.ci"
+    for name in re.findall(rf"`((?:{top})/[\w./-]*)`", path.read_text()):
+        assert (ROOT / name).exists(), name
+
+
+def test_modules_that_are_named_exist():
+    for path in WRITTEN:
+        for dotted in re.findall(r"\bmimo_plugin(?:\.\w+)+", path.read_text()):
+            parts = dotted.split(".")
+            files = [ROOT.joinpath(*parts[:end]) for end in range(len(parts), 1, -1)]
+            assert any(f.with_suffix(".py").is_file() or f.is_dir() for f in files), dotted
+
+
+def test_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^(\w+):(?!=)", makefile, re.MULTILINE))
+    for path in WRITTEN:
+        for target in re.findall(r"(?:`|^)make (\w+)", path.read_text(), re.MULTILINE):
+            assert target in targets, f"{path.name}: make {target}"
+
+
+def test_tiers_are_those_of_the_tools():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
+    assert rows == ["lint", *(tier.name for tier in TIERS)]
+
+
+def json_examples():
+    for path in WRITTEN:
+        text = path.read_text()
+        for block in fenced(text, "json"):
+            yield path.name, json.loads(block)
+        for block in re.findall(r"--additional-config '(\{.*?\})'", text, re.DOTALL):
+            yield path.name, json.loads(block)
+        for block in re.findall(r"additional_config=(\{.*?\})\)", text):
+            yield path.name, ast.literal_eval(block)
+
+
+def test_examples_are_accepted():
+    examples = list(json_examples())
+    assert len(examples) >= 4
+    for name, example in examples:
+        assert set(example) == {"mimo"}, name
+        assert parse_config(example["mimo"], environ={}), name
+    for path in WRITTEN:
+        for option in re.findall(r"--plugin (mimo(?::\w+(?:,\w+)*)?)", path.read_text()):
+            parse_plugin_option(option)
+
+
+def test_the_error_that_is_shown_is_the_real_one():
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"kv": {"swa_share": 1.5}}, environ={})
+    assert f"mimo-plugin: error: {caught.value}\n" in page("options.md")
+
+
+def test_pictures_are_whole_used_and_described():
+    used = set()
+    for path in WRITTEN:
+        for alt, target in re.findall(r"!\[([^\]]*)\]\(([^)]+\.svg)\)", path.read_text()):
+            assert len(alt) > 20, target
+            used.add((path.parent / target).resolve())
+    pictures = set((DOCS / "img").glob("*.svg"))
+    assert used == pictures and pictures
+    space = "{http://www.w3.org/2000/svg}"
+    for picture in pictures:
+        tree = ElementTree.parse(picture).getroot()
+        assert tree.tag == f"{space}svg" and tree.get("viewBox")
+        assert tree.findtext(f"{space}title") and tree.findtext(f"{space}desc"), picture.name
+
+
+def test_figures_have_their_places_and_commands():
+    text = (ROOT / "README.md").read_text()
+    for name in FIGURES:
+        assert re.search(rf"<!-- figures:{name} -->\n.*?<!-- /figures -->", text, re.DOTALL), name
+    for line in ("make run", "make test", "vllm serve MODEL --plugin mimo", "mimo doctor"):
+        assert line in text
