@@ -369,3 +369,27 @@ def test_figures_have_their_places_and_commands():
         assert re.search(rf"<!-- figures:{name} -->\n.*?<!-- /figures -->", text, re.DOTALL), name
     for line in ("make run", "make test", "vllm serve MODEL --plugin mimo", "mimo doctor"):
         assert line in text
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(("column", "plugin"), [(2, False), (3, True)], ids=["stock", "plugin"])
+def test_the_chat_of_the_guide(column, plugin):
+    from mimo_plugin.engines.vllm.kv.settings import KvSettings
+    from tests.kv.harness import KvHarness, full, swa
+
+    start = 1
+    settings = KvSettings(message_start_token_ids=frozenset({start})) if plugin else None
+    kv = KvHarness((full(32), swa(16, 128), swa(16, 128)), 3000, plugin=settings)
+
+    def message(first, count):
+        return [start, *range(first, first + count - 1)]
+
+    system, answers = message(1000, 1000), (range(30_000, 30_300), range(31_000, 31_250))
+    turn1 = system + message(2000, 200)
+    turn2 = [*turn1, *answers[0], *message(4000, 200)]
+    turn3 = [*turn2, *answers[1], *message(5000, 200)]
+    other = system + message(6000, 200)
+    chat = ((turn1, answers[0]), (turn2, answers[1]), (turn3, ()), (other, ()))
+    played = [(len(prompt), kv.run(prompt, answer)) for prompt, answer in chat]
+    rows = table(page("how-it-works-kv.md"), "chat")
+    assert played == [(int(row[1]), int(row[column])) for row in rows]
