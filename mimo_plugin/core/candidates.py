@@ -4,22 +4,19 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import log2
 
 from mimo_plugin.core import retention
 from mimo_plugin.core.tree import Node
 
-RANKS = ("leaf", "inner", "replaced", "bound")
+#: Steps per doubling of the ageing weight; finer steps cost a heap each and change nothing.
+BUCKETS = 2
 
-#: How fast a checkpoint ages against the end of a chat, by rank. Found with
-#: benchmarks/retention.py; flat around these values.
-AGEING = {
-    "leaf": 1.0,
-    "inner": 1.0,
-    "replaced": float(__import__("os").environ.get("AA", "8")),
-    "bound": float(__import__("os").environ.get("BB", "64")),
-}
+#: How fast a checkpoint ages against the end of a chat, by rank. From benchmarks/retention.py,
+#: where hits change by under 0.1 points between a quarter of and four times these values.
+AGEING: Mapping[str, float] = {"leaf": 1.0, "inner": 1.0, "replaced": 32.0, "bound": 4096.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +26,13 @@ class Policy:
     Args:
         swa_limit_blocks: most SWA blocks that live checkpoints may hold.
         full_limit_blocks: most full blocks that may be cached, or None (no strict split).
+        block_tokens: tokens in one full-attention block.
         ageing: weight of a candidate's age, by rank (see :func:`rank_of`).
     """
 
     swa_limit_blocks: int
     full_limit_blocks: int | None = None
+    block_tokens: int = 16
     ageing: Mapping[str, float] = field(default_factory=lambda: AGEING)
 
 
@@ -57,22 +56,44 @@ def rank_of(node: Node) -> str:
     return "replaced" if node.superseded else "inner"
 
 
-class Candidates:
-    """Nodes that can be chosen to die, one heap per rank, entries dropped lazily."""
+def lost_tokens(node: Node) -> int:
+    """Tokens to compute again if ``node``'s checkpoint is gone and wanted after all."""
+    below = next((a.tokens for a in node.ancestors() if a.swa is not None), 0)
+    return max(1, node.tokens - below)
 
-    def __init__(self, ageing: Mapping[str, float]) -> None:
-        self._ageing = ageing
-        self._heaps: dict[str, list[_Entry]] = {rank: [] for rank in RANKS}
+
+def ageing_weight(node: Node, policy: Policy) -> float:
+    """How fast ``node`` ages.
+
+    The end of a chat ages at 1 whatever its length: of two idle chats nobody knows which comes
+    back, and a longer one is closer to its end. A checkpoint inside a chain ages by its rank, and
+    faster the fewer tokens its blocks save than the same number of full blocks would: checkpoints
+    that are close together go first.
+    """
+    weight = policy.ageing[rank_of(node)]
+    if node.children:
+        weight *= len(node.swa or ()) * policy.block_tokens / lost_tokens(node)
+    return weight
+
+
+class Candidates:
+    """Nodes that can be chosen to die, bucketed by how fast they age; lazily dropped entries."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        #: (is a leaf, quantised log2 of the ageing weight) -> heap by clock
+        self._heaps: dict[tuple[bool, int], list[_Entry]] = {}
         self._sequence = 0
 
     def clear(self) -> None:
         """Forget all candidates."""
-        for heap in self._heaps.values():
-            heap.clear()
+        self._heaps.clear()
 
     def push(self, node: Node) -> None:
-        """``node`` can be chosen from now on, at its present clock and rank."""
-        heap = self._heaps[rank_of(node)]
+        """``node`` can be chosen from now on, at its present clock and ageing weight."""
+        weight = ageing_weight(node, self._policy)
+        bucket = (not node.children, round(BUCKETS * log2(max(weight, 2**-20))))
+        heap = self._heaps.setdefault(bucket, [])
         self._sequence += 1
         heapq.heappush(heap, (node.clock, self._sequence, node, node.stamp))
         if len(heap) > 256 and self._sequence % len(heap) == 0:
@@ -81,22 +102,21 @@ class Candidates:
             heapq.heapify(heap)
 
     def take_oldest(
-        self, clock: int, ranks: Sequence[str] = RANKS, *, with_swa: bool = False
+        self, clock: int, *, leaves_only: bool = False, with_swa: bool = False
     ) -> Node | None:
-        """The candidate of greatest weighted age among ``ranks``, taken out; None if none.
+        """The candidate of greatest weighted age, taken out; None if there is none.
 
-        ``with_swa`` passes over ranks whose oldest candidate has no SWA block to give.
+        ``with_swa`` passes over buckets whose oldest candidate has no SWA block to give.
         """
         best: tuple[float, int] | None = None
         chosen: list[_Entry] | None = None
-        for rank in ranks:
-            heap = self._heaps[rank]
+        for (leaf, bucket), heap in self._heaps.items():
             while heap and heap[0][3] != heap[0][2].stamp:
                 heapq.heappop(heap)
-            if not heap or (with_swa and not heap[0][2].free_swa):
+            if not heap or (leaves_only and not leaf) or (with_swa and not heap[0][2].free_swa):
                 continue
             used, sequence = heap[0][:2]
-            age = ((clock - used + 1) * self._ageing[rank], -sequence)
+            age = (log2(clock - used + 1) + bucket / BUCKETS, -sequence)
             if best is None or age > best:
                 best, chosen = age, heap
         return heapq.heappop(chosen)[2] if chosen is not None else None

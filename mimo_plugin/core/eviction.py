@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from mimo_plugin.core import retention
-from mimo_plugin.core.candidates import RANKS, Candidates, Policy
+from mimo_plugin.core.candidates import Candidates, Policy
 from mimo_plugin.core.tree import CheckpointTree, Node
 from mimo_plugin.core.window import GroupGeometry
 
@@ -52,7 +52,7 @@ class DeathOrder:
         self._swa_cls: dict[int, str] = {}
         self._empty: list[int] = []
         self._doomed: dict[int, None] = {}
-        self._candidates = Candidates(policy.ageing)
+        self._candidates = Candidates(policy)
         self._clock = 0
         self.num_free_blocks = 0
         self.cached: dict[tuple[str, str], int] = {}
@@ -192,7 +192,7 @@ class DeathOrder:
         self._count(FULL, node.cls, len(block_ids))
         self._live_full += len(block_ids)
         limit = self.policy.full_limit_blocks
-        while limit is not None and self._live_full > limit and self._doom_oldest(("leaf",)):
+        while limit is not None and self._live_full > limit and self._doom_oldest(leaves_only=True):
             pass
 
     def admit_checkpoint(self, node: Node, cls: str, new_blocks: int) -> bool:
@@ -495,8 +495,8 @@ class DeathOrder:
         elif node.free_swa:
             self._candidates.push(node)
 
-    def _doom_oldest(self, ranks: Sequence[str] = RANKS, *, with_swa: bool = False) -> bool:
-        node = self._candidates.take_oldest(self._clock, ranks, with_swa=with_swa)
+    def _doom_oldest(self, *, leaves_only: bool = False, with_swa: bool = False) -> bool:
+        node = self._candidates.take_oldest(self._clock, leaves_only=leaves_only, with_swa=with_swa)
         if node is None:
             return False
         self._doom(node)

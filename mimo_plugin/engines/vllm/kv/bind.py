@@ -83,7 +83,7 @@ def kv_feature(settings: KvSettings) -> Iterator[None]:
 
         def make_order(num_blocks: int) -> DeathOrder:
             full = [g for g in geometry if g.is_full]
-            return DeathOrder(num_blocks, full, policy(settings, num_blocks))
+            return DeathOrder(num_blocks, full, policy(settings, geometry, num_blocks))
 
         order = coordinator.block_pool.install_order(make_order)
         coordinator.configure(rule, order, settings)
@@ -101,12 +101,13 @@ def kv_feature(settings: KvSettings) -> Iterator[None]:
         yield
 
 
-def policy(settings: KvSettings, num_blocks: int) -> Policy:
+def policy(settings: KvSettings, geometry: tuple[GroupGeometry, ...], num_blocks: int) -> Policy:
     """Budgets in blocks for a pool of ``num_blocks``."""
     swa = max(1, int(settings.swa_share * num_blocks))
     return Policy(
         swa_limit_blocks=swa,
         full_limit_blocks=max(1, num_blocks - swa) if settings.strict_split else None,
+        block_tokens=next(g.block_size_tokens for g in geometry if g.is_full),
     )
 
 
