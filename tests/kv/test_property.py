@@ -297,7 +297,6 @@ def test_every_hit_is_backed(name: str, operations: list[tuple[str, int, int]]) 
     history.check_handing_out()
 
 
-@pytest.mark.xfail(strict=True, reason="SWA gauges by class turn negative")
 @pytest.mark.parametrize("name", ["mimo-shape", "two-full-groups", "eagle-draft-group"])
 @settings(max_examples=100)
 @given(operations=HISTORY)

@@ -95,6 +95,21 @@ FOUND: dict[str, tuple[str, list[tuple[str, int, int]]]] = {
             *[("resend", 3, 1), ("decode", 1, 8), ("decode", 7, 4), ("load", 0, 4)],
         ],
     ),
+    "two loads of one prefix": (
+        "multi-module-mtp",
+        [
+            *[("new", 0, 8), ("load", 0, 1), ("abort", 0, 1), ("fork", 0, 5), ("resend", 0, 1)],
+            *[("load", 1, 1), ("decode", 0, 8), ("load", 0, 4)],
+        ],
+    ),
+    "a full gauge by class turns negative": (
+        "swa-block-larger",
+        [
+            *[("fork", 1, 1), ("admit", 0, 1), ("preempt", 0, 1), ("resend", 0, 1)],
+            *[("admit", 0, 4), ("extend", 0, 1), ("invalidate", 0, 9), ("admit", 0, 4)],
+            ("admit", 0, 1),
+        ],
+    ),
     "a memo of no hit outlives a new checkpoint": (
         "multi-module-mtp",
         [
@@ -113,7 +128,7 @@ FOUND: dict[str, tuple[str, list[tuple[str, int, int]]]] = {
 )
 def test_found_history(story: str) -> None:
     name, operations = FOUND[story]
-    history = History(CASES[name])
+    history = History(CASES[name], with_counts=True)
     for operation in operations:
         history.play(*operation)
     history.check_handing_out()
