@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from mimo_plugin.contracts.row import Contract, call, class_
+from mimo_plugin.contracts.row import Contract, call, class_, replaced
 from mimo_plugin.contracts.vllm_kv import KV_ROWS
 
 _ARGS = "engine.arg_utils"
@@ -43,7 +43,7 @@ _SWITCH_ROWS = (
         "VllmConfig",
         "where every process reads the plugin's section",
         has="additional_config cache_config kv_transfer_config model_config parallel_config "
-        "scheduler_config speculative_config",
+        "scheduler_config",
     ),
     class_(
         "config.scheduler",
@@ -55,8 +55,8 @@ _SWITCH_ROWS = (
     class_(
         "config.cache",
         "CacheConfig",
-        "sizes, and the stock retention that the plugin adds to",
-        has="block_size enable_prefix_caching prefix_cache_retention_interval",
+        "sizes, and whether there is a prefix cache",
+        has="block_size enable_prefix_caching",
     ),
     class_(
         "v1.metrics.stats",
@@ -99,14 +99,38 @@ _SWITCH_ROWS = (
     class_(
         "config.model",
         "ModelConfig",
-        "labels of the metrics; vocabulary and tokenizer",
-        has="get_vocab_size served_model_name skip_tokenizer_init",
+        "labels of the metrics; geometry, vocabulary and tokenizer",
+        has="get_vocab_size hf_text_config served_model_name skip_tokenizer_init",
     ),
     class_(
         "config.parallel",
         "ParallelConfig",
         "worker_cls names the worker that says what is active",
-        has="worker_cls",
+        has="decode_context_parallel_size distributed_executor_backend worker_cls",
+    ),
+    replaced(
+        "v1.worker.worker_base",
+        "resolve_obj_by_qualname",
+        "turns worker_cls into a class: the plugin's module answers with a subclass",
+    ),
+    call(
+        "v1.worker.worker_base",
+        "WorkerWrapperBase.init_worker",
+        "resolves worker_cls and builds the worker",
+        first="all_kwargs",
+    ),
+    *(
+        call(
+            module,
+            name,
+            "the worker says what is active before it starts",
+            first="vllm_config local_rank rank",
+            closed=False,
+        )
+        for module, name in (
+            ("v1.worker.gpu_worker", "Worker.__init__"),
+            ("v1.worker.cpu_worker", "CPUWorker.__init__"),
+        )
     ),
     call(
         "v1.worker.worker_base",

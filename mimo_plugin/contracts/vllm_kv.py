@@ -40,9 +40,7 @@ _SCHEDULER_ROWS = (
         _SCHEDULER,
         "Scheduler",
         "base class of the plugin's scheduler",
-        has="add_request block_size cache_config connector finish_requests hash_block_size "
-        "kv_cache_config kv_cache_manager log_stats make_stats requests reset_prefix_cache running "
-        "schedule scheduler_config update_from_output use_eagle vllm_config waiting",
+        has="kv_cache_manager make_stats",
     ),
     _call(
         _SCHEDULER,
@@ -51,26 +49,12 @@ _SCHEDULER_ROWS = (
         named="vllm_config kv_cache_config structured_output_manager block_size",
         closed=False,
     ),
-    _call(_SCHEDULER, "Scheduler.schedule", "one step: a look-up made in it may be remembered"),
     _call(
         _SCHEDULER,
         "Scheduler.make_stats",
         "adds the plugin's counters to the step's statistics",
         named="spec_decoding_stats kv_connector_stats",
     ),
-    _call(
-        _SCHEDULER,
-        "Scheduler._preempt_request",
-        "the end of a preempted request is a checkpoint",
-        first="request timestamp",
-    ),
-    _call(
-        _SCHEDULER,
-        "Scheduler.reset_prefix_cache",
-        "forgets every checkpoint",
-        named="reset_running_requests reset_connector",
-    ),
-    _call(_SCHEDULER, "Scheduler.add_request", "message boundaries are found", first="request"),
     _class(
         "v1.core.sched.async_scheduler",
         "AsyncScheduler",
@@ -81,13 +65,18 @@ _SCHEDULER_ROWS = (
         "v1.request",
         "Request",
         "positions of prompt end, turn end and junction",
-        has="all_token_ids block_hashes is_finished num_computed_tokens num_output_tokens "
-        "num_in_flight_tokens num_preemptions num_prompt_tokens num_tokens prompt_token_ids "
-        "request_id shared_prefix_boundary skip_reading_prefix_cache status",
+        has="all_token_ids block_hashes num_computed_tokens num_in_flight_tokens "
+        "num_prompt_tokens num_tokens request_id shared_prefix_boundary status",
     ),
 )
 
 _CONFIG_ROWS = (
+    _call(
+        "utils.import_utils",
+        "resolve_obj_by_qualname",
+        "finds the scheduler class that the user chose",
+        first="qualname",
+    ),
     _class("v1.request", "RequestStatus", "a running request is not refused", has="RUNNING"),
     _replaced("tokenizers", "cached_tokenizer_from_config", "reads the chat template"),
     _call(
@@ -110,9 +99,8 @@ _MANAGER_ROWS = (
         _MANAGER,
         "KVCacheManager",
         "base class of the plugin's manager",
-        has="block_pool coordinator create_kv_cache_blocks enable_caching kv_cache_config "
-        "log_stats make_prefix_cache_stats max_model_len prefix_cache_lookup_enabled "
-        "record_prefix_cache_stats usage",
+        has="block_pool coordinator create_kv_cache_blocks prefix_cache_lookup_enabled "
+        "record_prefix_cache_stats",
     ),
     _call(
         _MANAGER,
@@ -153,37 +141,31 @@ _MANAGER_ROWS = (
     ),
     _call(
         _MANAGER,
-        "KVCacheManager.cache_blocks",
-        "blocks enter the cache",
-        first="request num_computed_tokens",
-    ),
-    _call(
-        _MANAGER,
         "KVCacheManager.create_kv_cache_blocks",
         "a remembered hit is handed back in the engine's own type",
         first="blocks",
     ),
-    _call(_MANAGER, "KVCacheManager.reset_prefix_cache", "forgets every checkpoint"),
+    _call(
+        _MANAGER,
+        "KVCacheManager.evict_blocks",
+        "blocks that a connector failed to load",
+        first="block_ids",
+        accepts="",
+    ),
+    _call(_MANAGER, "KVCacheManager.reset_prefix_cache", "forgets every checkpoint", accepts=""),
     _replaced(_COORDINATOR, "BlockPool", "the coordinator builds its pool from it"),
     _replaced(
         _COORDINATOR,
         "get_manager_for_kv_cache_spec",
         "the coordinator builds its managers from it",
     ),
-    _call(
-        _COORDINATOR,
-        "replay_boundaries",
-        "the prompt ends that stock keeps",
-        named="num_prompt_tokens scheduler_block_size use_eagle",
-    ),
     _class(
         _COORDINATOR,
         "HybridKVCacheCoordinator",
         "base class of the plugin's coordinator",
-        has="attention_groups block_pool cache_blocks find_longest_cache_hit free "
-        "get_num_cacheable_tokens hash_block_size kv_cache_config num_reprefillable_tokens "
-        "pop_blocks_for_free remove_skipped_blocks reset_prefix_cache scheduler_block_size "
-        "single_type_managers",
+        has="allocate_new_computed_blocks block_pool cache_blocks get_num_cacheable_tokens "
+        "hash_block_size num_reprefillable_tokens remove_skipped_blocks reset_prefix_cache "
+        "scheduler_block_size single_type_managers",
         base="KVCacheCoordinator",
     ),
     _call(
@@ -216,6 +198,7 @@ _MANAGER_ROWS = (
         "frees a window that was held",
         first="request_id processed_computed_tokens",
         named="num_prompt_tokens",
+        accepts="",
     ),
     _call(
         _COORDINATOR,
@@ -225,29 +208,15 @@ _MANAGER_ROWS = (
     ),
     _call(
         _COORDINATOR,
-        "HybridKVCacheCoordinator.find_longest_cache_hit",
-        "the window-safe prefix match",
-        first="block_hashes max_cache_hit_length",
-    ),
-    _call(
-        _COORDINATOR,
         "HybridKVCacheCoordinator.get_num_cacheable_tokens",
         "how far a group's blocks are final",
         first="num_computed_tokens kv_cache_group_id",
     ),
-    _call(_COORDINATOR, "HybridKVCacheCoordinator.free", "end of a turn", first="request_id"),
-    _call(
-        _COORDINATOR,
-        "HybridKVCacheCoordinator.pop_blocks_for_free",
-        "end of a turn when frees are deferred",
-        first="request_id",
-    ),
 )
 
 _SINGLE_MEMBERS = (
-    "_get_num_evictable_blocks block_pool block_size cache_blocks find_longest_cache_hit "
-    "get_num_blocks_to_allocate get_num_skipped_tokens kv_cache_group_id kv_cache_spec "
-    "num_cached_block pop_blocks_for_free remove_skipped_blocks req_to_blocks use_eagle"
+    "_get_num_evictable_blocks _null_block block_pool block_size find_longest_cache_hit "
+    "kv_cache_spec num_cached_block remove_skipped_blocks req_to_blocks use_eagle"
 )
 
 _HIT_PARAMETERS = (
@@ -264,21 +233,12 @@ _SINGLE_CALLS = (
         "the window-safe prefix match",
     ),
     (
-        "cache_blocks",
-        "request num_tokens",
-        "retention_interval replay_boundaries",
-        None,
-        "the mask of blocks to keep",
-    ),
-    (
         "remove_skipped_blocks",
         "request_id processed_computed_tokens",
         "num_prompt_tokens",
         "",
         "blocks that leave the window",
     ),
-    ("get_num_skipped_tokens", "num_computed_tokens", "", None, "where the window starts"),
-    ("pop_blocks_for_free", "request_id", "", None, "end of a turn"),
     ("_get_num_evictable_blocks", "blocks", "", None, "blocks a hit takes from the free queue"),
 )
 
@@ -287,7 +247,7 @@ _SINGLE_ROWS = (
         _SINGLE,
         "SlidingWindowManager",
         "base class of the plugin's sliding-window manager",
-        has=f"{_SINGLE_MEMBERS} _contiguous_blocks_for_hit sliding_window",
+        has=f"{_SINGLE_MEMBERS} _contiguous_blocks_for_hit _remove_blocks_in_range",
         base="SingleTypeKVCacheManager",
     ),
     _class(
@@ -308,6 +268,13 @@ _SINGLE_ROWS = (
         "blocks that a hit needs; core/window.py must agree",
         named="window_size block_size use_eagle",
     ),
+    _call(
+        _SINGLE,
+        "SlidingWindowManager._remove_blocks_in_range",
+        "gives back what left the window; overridden",
+        first="request_id first_block last_block",
+        accepts="",
+    ),
 )
 
 _POOL_ROWS = (
@@ -315,10 +282,10 @@ _POOL_ROWS = (
         _POOL,
         "BlockPool",
         "base class of the plugin's pool",
-        has="_maybe_evict_cached_block blocks cached_block_hash_to_block enable_caching "
-        "enable_kv_cache_events evict_blocks free_block_queue get_cached_block get_num_free_blocks "
-        "get_usage hash_block_size metrics_collector null_block num_gpu_blocks reset_prefix_cache "
-        "touch",
+        has="_maybe_evict_cached_block _reuse_watchers blocks cached_block_hash_to_block "
+        "enable_kv_cache_events evict_blocks free_block_queue free_blocks get_cached_block "
+        "get_new_blocks hash_block_size metrics_collector null_block num_gpu_blocks "
+        "reset_prefix_cache touch",
     ),
     _call(
         _POOL,
@@ -358,6 +325,13 @@ _POOL_ROWS = (
     ),
     _call(
         _POOL,
+        "BlockHashToBlockMap.insert",
+        "hashes a block without the detour over the whole prompt",
+        first="key block",
+        closed=True,
+    ),
+    _call(
+        _POOL,
         "BlockPool._maybe_evict_cached_block",
         "learns that a cached block died",
         first="block",
@@ -384,7 +358,21 @@ _POOL_ROWS = (
         _UTILS,
         "KVCacheBlock",
         "the unit that is kept or dies",
-        has="block_hash block_id is_null next_free_block prev_free_block ref_cnt reset_hash",
+        has="_block_hash block_hash block_id is_null next_free_block pool prev_free_block ref_cnt "
+        "set_block_hash",
+    ),
+    _call(
+        _UTILS,
+        "KVCacheBlock.set_block_hash",
+        "hashes a block without the detour over the whole prompt",
+        first="block_hash",
+        named="num_tokens",
+    ),
+    _class(
+        _UTILS,
+        "BlockHashListWithBlockSize",
+        "one pass over the raw hashes: a larger block's hash is the one at its end",
+        has="block_hashes scale_factor",
     ),
     _call(
         _UTILS,
@@ -402,23 +390,18 @@ _POOL_ROWS = (
         _SPECS,
         "FullAttentionSpec",
         "geometry of a full-attention group",
-        has="block_size head_size head_size_v num_kv_heads",
+        has="block_size",
         base="AttentionSpec",
     ),
     _class(
         _SPECS,
         "SlidingWindowSpec",
         "geometry of a sliding-window group",
-        has="block_size extra_retained_tokens head_size head_size_v num_kv_heads sliding_window",
+        has="block_size sliding_window",
         base="AttentionSpec",
     ),
     _class(_SPECS, "KVCacheConfig", "pool size and groups", has="num_blocks kv_cache_groups"),
-    _class(
-        _SPECS,
-        "KVCacheGroupSpec",
-        "layers of a group",
-        has="layer_names kv_cache_spec is_eagle_group",
-    ),
+    _class(_SPECS, "KVCacheGroupSpec", "what a group holds", has="kv_cache_spec"),
 )
 
 KV_ROWS: tuple[Contract, ...] = (

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KV feature in in-process engines under memory pressure, alone and beside other features.
+
+The same requests run on stock vLLM, with the plugin, and with the plugin beside n-gram speculation
+or a KV connector: the answers must be the same token for token (fp32, greedy). The model-free
+simulator that the benchmarks use must give the engine's hits, request by request.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.server import engine_environment
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+ROOT = Path(__file__).resolve().parent.parent
+PROBE = Path(__file__).with_name("kv_probe.py")
+TIMEOUT_S = 240
+POOL_BLOCKS = 90
+"""Little enough that checkpoints die and running requests are preempted."""
+KV = {"mimo": {"features": ["kv"]}}
+LOGPROB_TOLERANCE = 1e-4
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 3,
+}
+OFFLOADING = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {
+        "spec_name": "HostOffloadingSpec",
+        "spec_module_path": "integration_tests.host_offload",
+        "cpu_bytes_to_use": 50_000_000,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def run(tiny_model):
+    """Run the probe with options of ``LLM``; one engine for each set of options."""
+
+    def start(probe, environment=None, **options):
+        options = {"probe": probe, "num_gpu_blocks_override": POOL_BLOCKS, **options}
+        done = subprocess.run(
+            [sys.executable, str(PROBE), str(tiny_model), json.dumps(options)],
+            env=engine_environment({"PYTHONPATH": str(ROOT), **(environment or {})}),
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+        assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+        return json.loads(done.stdout.strip().splitlines()[-1])
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def stock(run):
+    return run({"simulate": True})
+
+
+@pytest.fixture(scope="module")
+def kv(run):
+    return run({"simulate": True, "logprobs": True}, additional_config=KV)
+
+
+@pytest.fixture(scope="module")
+def kv_ngram(run):
+    settings = {"mimo": {"features": ["kv"], "kv": {"message_start_token_ids": [5, 7]}}}
+    return run(
+        {},
+        environment={"NUMBA_DISABLE_JIT": "1"},  # compiling the proposer takes half a minute
+        additional_config=settings,
+        speculative_config=NGRAM,
+    )
+
+
+@pytest.fixture(scope="module")
+def kv_offloading(run):
+    return run({"restart_at": 6}, additional_config=KV, kv_transfer_config=OFFLOADING)
+
+
+def reused(result):
+    return sum(map(sum, result["engine_hits"]))
+
+
+def test_the_workload_presses(stock, kv):
+    for result in (stock, kv):
+        assert result["engine_preemptions"] > 0
+        assert result["block_sizes"] == sorted(result["block_sizes"], reverse=True)
+    assert kv["metrics"]["mimo:evicted_blocks_total"] > POOL_BLOCKS
+    assert stock["kv_module"].startswith("vllm.")
+    assert kv["kv_module"].startswith("mimo_plugin.")
+
+
+def test_answers_are_the_same_and_more_is_reused(stock, kv):
+    assert kv["outputs"] == stock["outputs"]
+    assert kv["prompts"] == stock["prompts"]
+    assert reused(kv) > reused(stock)
+
+
+@pytest.mark.parametrize("engine", ["stock", "kv"])
+def test_simulator_gives_the_engine_s_hits(engine, request):
+    result = request.getfixturevalue(engine)
+    assert result["simulator_hits"] == result["engine_hits"]
+    assert result["simulator_live"] == result["engine_live"]
+    assert result["simulator_preemptions"] == result["engine_preemptions"]
+
+
+def test_logprobs_after_a_hit_are_those_of_a_cold_run(kv):
+    assert kv["logprobs"]["same_tokens"]
+    assert all(hit > 0 for hit in kv["logprobs"]["hits"])
+    assert kv["logprobs"]["worst_logprob_gap"] <= LOGPROB_TOLERANCE
+
+
+def test_message_starts_come_from_the_chat_template(kv):
+    """The tiny tokenizer's template opens a message with ``<|im_start|>``, id 1."""
+    assert kv["message_starts"] == [1]
+
+
+def test_message_starts_can_be_given(kv_ngram):
+    assert kv_ngram["message_starts"] == [5, 7]
+
+
+def test_with_ngram_speculation(stock, kv_ngram):
+    assert kv_ngram["outputs"] == stock["outputs"]
+    assert kv_ngram["metrics"]["vllm:spec_decode_num_draft_tokens_total"] > 0
+    # Drafts take blocks too, and no message start is known; it still reuses what stock does.
+    assert reused(kv_ngram) >= 0.9 * reused(stock)
+
+
+def test_with_a_connector_that_supports_the_hybrid_manager(stock, kv, kv_offloading):
+    """The cache is dropped half-way; the connector's copies serve, and all of it is accounted."""
+    assert kv_offloading["outputs"] == stock["outputs"]
+    counted = kv_offloading["metrics"]
+    assert counted["vllm:external_prefix_cache_hits_total"] > 0
+    assert counted["mimo:window_safe_hit_tokens_total"] > 0
+    assert kv_offloading["kv_module"] == kv["kv_module"]
