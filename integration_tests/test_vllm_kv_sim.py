@@ -9,6 +9,7 @@ simulator that the benchmarks use must give the engine's hits, request by reques
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -129,6 +130,22 @@ def test_message_starts_come_from_the_chat_template(kv):
 
 def test_message_starts_can_be_given(kv_ngram):
     assert kv_ngram["message_starts"] == [5, 7]
+
+
+def test_turn_ends_are_kept_whatever_the_lengths():
+    """Model-free: every output length across two alignment units ends in a full hit."""
+    from benchmarks.sim import PLUGIN, Simulator
+    from benchmarks.workloads import message
+
+    simulator = Simulator(20_000, plugin=PLUGIN)
+    unit = simulator.geometry.alignment_tokens
+    for output in range(unit, 3 * unit):
+        rng = random.Random(output)
+        prompt = message(rng, 10 * unit + 7)
+        _, answer = simulator.generate(prompt, output)
+        history = [*prompt, *answer]
+        record, _ = simulator.generate([*history, *message(rng, 2 * unit)], 1)
+        assert record.hit_tokens == (len(history) - 1) // unit * unit, output
 
 
 def test_with_ngram_speculation(stock, kv_ngram):
