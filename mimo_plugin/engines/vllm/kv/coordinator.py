@@ -168,7 +168,7 @@ class MimoCoordinator(HybridKVCacheCoordinator):  # type: ignore[misc]
         self._extend(state, None)
         # Nothing can happen before the next full block is full (a checkpoint's look-ahead too).
         state.wake_tokens = (
-            num_computed_tokens - cacheable + (cacheable // self._unit + 1) * self._unit
+            self.num_reprefillable_tokens + (cacheable // self._unit + 1) * self._unit
         )
 
     def _plan(self, state: RequestState, safe_tokens: int) -> list[tuple[int, str]]:
