@@ -42,8 +42,8 @@ _SWITCH_ROWS = (
         "config.vllm",
         "VllmConfig",
         "where every process reads the plugin's section",
-        has="additional_config cache_config kv_transfer_config model_config parallel_config "
-        "scheduler_config",
+        has="additional_config attention_config cache_config device_config kv_transfer_config "
+        "model_config parallel_config scheduler_config",
     ),
     class_(
         "config.scheduler",
@@ -100,7 +100,7 @@ _SWITCH_ROWS = (
         "config.model",
         "ModelConfig",
         "labels of the metrics; geometry, vocabulary and tokenizer",
-        has="get_vocab_size hf_text_config served_model_name skip_tokenizer_init",
+        has="get_vocab_size hf_config hf_text_config served_model_name skip_tokenizer_init",
     ),
     class_(
         "config.parallel",

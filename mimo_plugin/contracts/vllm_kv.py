@@ -6,6 +6,7 @@ from __future__ import annotations
 from functools import partial
 
 from mimo_plugin.contracts.row import Contract, call, class_, replaced
+from mimo_plugin.contracts.vllm_backend import BACKEND_ROWS
 
 _KV = ("kv",)
 _call = partial(call, features=_KV)
@@ -407,6 +408,7 @@ _POOL_ROWS = (
 KV_ROWS: tuple[Contract, ...] = (
     *_SCHEDULER_ROWS,
     *_CONFIG_ROWS,
+    *BACKEND_ROWS,
     *_MANAGER_ROWS,
     *_SINGLE_ROWS,
     *_POOL_ROWS,
