@@ -14,9 +14,10 @@ from mimo_plugin.core.tree import Node
 #: Steps per doubling of the ageing weight; finer steps cost a heap each and change nothing.
 BUCKETS = 2
 
-#: How fast a checkpoint ages against the end of a chat, by rank. From benchmarks/retention.py,
-#: where hits change by under 0.1 points between a quarter of and four times these values.
-AGEING: Mapping[str, float] = {"leaf": 1.0, "inner": 1.0, "replaced": 65536.0, "bound": 8388608.0}
+#: How fast a checkpoint ages against the end of a chat, by rank. The last two are far enough apart
+#: that bounds go before replaced checkpoints, and these before any chat. Gentler values were tried
+#: with benchmarks/retention.py (8 to 1024 for ``replaced``): hits fell by up to 1.5 points.
+AGEING: Mapping[str, float] = {"leaf": 1.0, "inner": 1.0, "replaced": 2.0**16, "bound": 2.0**23}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +27,15 @@ class Policy:
     Args:
         swa_limit_blocks: most SWA blocks that live checkpoints may hold.
         full_limit_blocks: most full blocks that may be cached, or None (no strict split).
+        draft_limit_blocks: most blocks of draft-model SWA groups in live checkpoints, or None.
         block_tokens: tokens in one full-attention block.
-        spacing: a checkpoint inside a chain ages like the end of a chat when its death would leave
-            more than this many times its own blocks' worth of tokens without one.
         ageing: weight of a candidate's age, by rank (see :func:`rank_of`).
     """
 
     swa_limit_blocks: int
     full_limit_blocks: int | None = None
+    draft_limit_blocks: int | None = None
     block_tokens: int = 16
-    spacing: float = float(__import__("os").environ.get("SP", "8"))
     ageing: Mapping[str, float] = field(default_factory=lambda: AGEING)
 
 
@@ -65,17 +65,6 @@ def lost_tokens(node: Node) -> int:
     return max(1, node.tokens - below)
 
 
-def gap_tokens(node: Node) -> int:
-    """Tokens between the checkpoints above and below ``node`` on its chain (its end if none)."""
-    below = next((a.tokens for a in node.ancestors() if a.swa is not None), 0)
-    above = node
-    while len(above.children) == 1:
-        (above,) = above.children
-        if above.swa is not None:
-            break
-    return above.tokens - below
-
-
 def ageing_weight(node: Node, policy: Policy) -> float:
     """How fast ``node`` ages.
 
@@ -88,8 +77,6 @@ def ageing_weight(node: Node, policy: Policy) -> float:
     if rank == "leaf":
         return policy.ageing[rank]
     cost_tokens = max(1, len(node.swa or ())) * policy.block_tokens
-    if rank != "inner" and gap_tokens(node) > policy.spacing * cost_tokens:
-        rank = "inner"
     return policy.ageing[rank] * cost_tokens / lost_tokens(node)
 
 
@@ -127,24 +114,15 @@ class Candidates:
 
         ``with_swa`` passes over buckets whose oldest candidate has no SWA block to give.
         """
-        while True:
-            best: tuple[float, int] | None = None
-            chosen: tuple[bool, int] | None = None
-            for key, heap in self._heaps.items():
-                while heap and heap[0][3] != heap[0][2].stamp:
-                    heapq.heappop(heap)
-                if not heap or (leaves_only and not key[0]):
-                    continue
-                if with_swa and not heap[0][2].free_swa:
-                    continue
-                used, sequence = heap[0][:2]
-                age = (log2(clock - used + 1) + key[1] / BUCKETS, -sequence)
-                if best is None or age > best:
-                    best, chosen = age, key
-            if chosen is None:
-                return None
-            node = heapq.heappop(self._heaps[chosen])[2]
-            # A neighbour's death since may have made this one the last for a long stretch.
-            if self._bucket(node)[1] >= chosen[1]:
-                return node
-            self.push(node)
+        best: tuple[float, int] | None = None
+        chosen: list[_Entry] | None = None
+        for (leaf, bucket), heap in self._heaps.items():
+            while heap and heap[0][3] != heap[0][2].stamp:
+                heapq.heappop(heap)
+            if not heap or (leaves_only and not leaf) or (with_swa and not heap[0][2].free_swa):
+                continue
+            used, sequence = heap[0][:2]
+            age = (log2(clock - used + 1) + bucket / BUCKETS, -sequence)
+            if best is None or age > best:
+                best, chosen = age, heap
+        return heapq.heappop(chosen)[2] if chosen is not None else None

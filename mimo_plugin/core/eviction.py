@@ -15,7 +15,7 @@ checkpoint never before the spans below it, so what survives is always a usable 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from mimo_plugin.core import retention
 from mimo_plugin.core.candidates import Candidates, Policy
@@ -24,7 +24,8 @@ from mimo_plugin.core.window import GroupGeometry
 
 FULL = "full"
 SWA = "swa"
-_NO_KIND, _FULL, _SWA = 0, 1, 2
+#: what a cached block holds; a draft model's SWA blocks are SWA blocks with a budget of their own
+_NO_KIND, _FULL, _SWA, _DRAFT = 0, 1, 2, 3
 
 
 class DeathOrder:
@@ -56,8 +57,7 @@ class DeathOrder:
         self._clock = 0
         self.num_free_blocks = 0
         self.cached: dict[tuple[str, str], int] = {}
-        self._live_swa = 0
-        self._live_full = 0
+        self._live_swa = self._live_full = self._live_draft = 0
         #: bumped when a cached prefix is broken in a way that a look-up memo cannot see
         self.epoch = 0
 
@@ -128,8 +128,17 @@ class DeathOrder:
     def _live(self, block_id: int, change: int) -> None:
         if self._kind[block_id] == _FULL:
             self._live_full += change
-        elif self._kind[block_id] == _SWA:
+        elif self._kind[block_id] >= _SWA:
             self._live_swa += change
+            if self._kind[block_id] == _DRAFT:
+                self._live_draft += change
+
+    def _doom_swa(self, node: Node) -> None:
+        """All free SWA blocks of ``node`` are to be reused next."""
+        for block_id in node.free_swa:
+            self._doomed[block_id] = None
+            self._live(block_id, -1)
+        node.free_swa.clear()
 
     def pop(self, count: int) -> tuple[list[int], list[int]]:
         """The next ``count`` blocks to be reused: those that hold nothing, and evicted ones.
@@ -176,7 +185,7 @@ class DeathOrder:
         self._empty = free[::-1]
         self._candidates.clear()
         self.cached.clear()
-        self._live_swa = self._live_full = 0
+        self._live_swa = self._live_full = self._live_draft = 0
         self.epoch += 1
 
     # -- registration ------------------------------------------------------------------------
@@ -195,18 +204,35 @@ class DeathOrder:
         while limit is not None and self._live_full > limit and self._doom_oldest(leaves_only=True):
             pass
 
-    def admit_checkpoint(self, node: Node, cls: str, new_blocks: int) -> bool:
-        """Make room in the SWA budget for a checkpoint, or say that it is worth less than all."""
-        limit = self.policy.swa_limit_blocks
-        if new_blocks > limit:
+    def admit_checkpoint(self, new_blocks: int, new_draft_blocks: int = 0) -> bool:
+        """Make room in the budgets for a checkpoint's new SWA blocks; False if there can be none.
+
+        Args:
+            new_blocks: SWA blocks to be hashed, those of draft groups included.
+            new_draft_blocks: how many of them belong to a draft model's groups.
+        """
+        limit, draft_limit = self.policy.swa_limit_blocks, self.policy.draft_limit_blocks
+        if new_blocks > limit or (draft_limit is not None and new_draft_blocks > draft_limit):
             return False
-        while self._live_swa + new_blocks > limit:
+        while self._live_swa + new_blocks > limit or (
+            draft_limit is not None and self._live_draft + new_draft_blocks > draft_limit
+        ):
             if not self._doom_oldest(with_swa=True):
                 return False
         return True
 
-    def seal(self, node: Node, cls: str, swa_ids: Sequence[int], new_ids: Sequence[int]) -> None:
-        """``swa_ids`` (of which ``new_ids`` were just hashed) are the checkpoint at ``node``."""
+    def seal(
+        self,
+        node: Node,
+        cls: str,
+        swa_ids: Sequence[int],
+        new_ids: Sequence[int],
+        new_draft_ids: Collection[int] = (),
+    ) -> None:
+        """``swa_ids`` (of which ``new_ids`` were just hashed) are the checkpoint at ``node``.
+
+        ``new_draft_ids`` are those of ``new_ids`` that belong to a draft model's groups.
+        """
         tree, kind = self.tree, self._kind
         self._relabel(node, cls)
         node.swa = list(swa_ids)
@@ -216,10 +242,10 @@ class DeathOrder:
         node.created_s = self.now()
         node.clock = self._stamp()
         for block_id in new_ids:
-            kind[block_id] = _SWA
+            kind[block_id] = _DRAFT if block_id in new_draft_ids else _SWA
             tree.owner[block_id] = node
             self._label_swa(block_id, node.cls)
-        self._live_swa += len(new_ids)
+            self._live(block_id, 1)
         if len(new_ids) != len(swa_ids):
             fresh = set(new_ids)
             for block_id in swa_ids:
@@ -238,7 +264,7 @@ class DeathOrder:
             tree.owner[block_id] = node
             self._kind[block_id] = _SWA
             self._label_swa(block_id, node.cls)
-            self._live_swa += 1
+            self._live(block_id, 1)
         elif home.swa is None or self._outlives(node, home):
             if home.swa is not None and home not in sharers:
                 sharers.append(home)
@@ -263,7 +289,7 @@ class DeathOrder:
             self._classify(new)
         elif block_id in self._doomed:
             del self._doomed[block_id]
-            self._live_swa += 1
+            self._live(block_id, 1)
             new.free_swa[block_id] = None
             self._classify(new)
 
@@ -329,6 +355,8 @@ class DeathOrder:
         """A cached block lost its hash (evicted, or invalidated by a connector)."""
         node = self.tree.owner[block_id]
         kind = self._kind[block_id]
+        if not evicted and node is not None:
+            self._live(block_id, -1)
         self.tree.owner[block_id] = None
         self._kind[block_id] = _NO_KIND
         sharers = self.tree.sharers.pop(block_id, ())
@@ -342,12 +370,8 @@ class DeathOrder:
         if evicted and self.on_evict is not None:
             self.on_evict(name, cls, self.now() - node.created_s)
         if kind == _FULL:
-            if not evicted:
-                self._live_full -= 1
             self._kill(node)
         else:
-            if not evicted:
-                self._live_swa -= 1
             self._drop_checkpoint(node)
             for sharer in sharers:
                 self._drop_checkpoint(sharer)
@@ -395,7 +419,7 @@ class DeathOrder:
             elif block_id in node.free_swa:
                 del node.free_swa[block_id]
                 self._doomed[block_id] = None
-                self._live_swa -= 1
+                self._live(block_id, -1)
         self._classify(node)
 
     def _kill(self, node: Node) -> None:
@@ -436,10 +460,7 @@ class DeathOrder:
                     # Another checkpoint holds it: this one dies, the block lives on.
                     self._drop_checkpoint(node)
                     break
-            for block_id in node.free_swa:
-                self._doomed[block_id] = None
-            self._live_swa -= len(node.free_swa)
-            node.free_swa.clear()
+            self._doom_swa(node)
         if leaf:
             self._doom_full(node)
 
@@ -449,18 +470,19 @@ class DeathOrder:
         if not doomed:
             self._classify(node)
             return
-        back = [b for ids in node.full for b in ids if b in doomed]
+        owner = self.tree.owner
+        back = [b for ids in node.full for b in ids if b in doomed and owner[b] is node]
         for block_id in back:
             del doomed[block_id]
             node.free_full[block_id] = None
         self._live_full += len(back)
         for block_id in node.swa or ():
-            if block_id in doomed and self.tree.owner[block_id] is node:
+            if block_id in doomed and owner[block_id] is node:
                 del doomed[block_id]
                 node.free_swa[block_id] = None
-                self._live_swa += 1
+                self._live(block_id, 1)
         for ancestor in node.ancestors():
-            if any(b in doomed for ids in ancestor.full for b in ids[-1:]):
+            if any(b in doomed and owner[b] is ancestor for ids in ancestor.full for b in ids[-1:]):
                 self._reprieve(ancestor)
                 break
         self._classify(node)
@@ -479,14 +501,10 @@ class DeathOrder:
         if node.dead:
             self._doom_full(node)
             if node.free_swa:
-                self._doomed.update(node.free_swa)
-                self._live_swa -= len(node.free_swa)
-                node.free_swa.clear()
+                self._doom_swa(node)
             return
         if node.swa is None and node.free_swa:
-            self._doomed.update(node.free_swa)
-            self._live_swa -= len(node.free_swa)
-            node.free_swa.clear()
+            self._doom_swa(node)
         if not node.children:
             if node.swa is None:
                 self._doom_full(node)
@@ -524,13 +542,13 @@ class DeathOrder:
             self._count(SWA, cls, 1)
 
     def _was_split(self, upper: Node, lower: Node) -> None:
-        blocks = sum(map(len, upper.full))
+        blocks = self.tree.owned_full(upper)
         self._count(FULL, lower.cls, -blocks)
         self._count(FULL, upper.cls, blocks)
 
     def _relabel(self, node: Node, cls: str) -> None:
         if retention.STRENGTH[cls] >= retention.STRENGTH[node.cls]:
-            blocks = sum(map(len, node.full))
+            blocks = self.tree.owned_full(node)
             self._count(FULL, node.cls, -blocks)
             self._count(FULL, cls, blocks)
             node.cls = cls

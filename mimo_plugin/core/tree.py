@@ -123,6 +123,17 @@ class CheckpointTree:
 
     # -- growth ------------------------------------------------------------------------------
 
+    def untracked(self) -> Path:
+        """Path of a request whose prefix has no place in the tree: nothing of it is kept."""
+        node = Node(self.root, 0, len(self.full_groups))
+        node.dead = True
+        return Path(node, 0)
+
+    def owned_full(self, node: Node) -> int:
+        """Full blocks that ``node`` still owns (some may have been evicted or given away)."""
+        owner = self.owner
+        return sum(owner[block_id] is node for ids in node.full for block_id in ids)
+
     def start(self, hit_node: Node | None, hit_tokens: int) -> Path:
         """Path of a request that was admitted with a hit of ``hit_tokens`` ending in a node."""
         return Path(hit_node if hit_node is not None and hit_tokens else self.root, hit_tokens)
@@ -180,7 +191,8 @@ class CheckpointTree:
             upper.full[group] = ids[:cut]
             del ids[:cut]
             for block_id in upper.full[group]:
-                self.owner[block_id] = upper
+                if self.owner[block_id] is node:
+                    self.owner[block_id] = upper
                 if block_id in node.free_full:
                     del node.free_full[block_id]
                     upper.free_full[block_id] = None
@@ -199,10 +211,14 @@ class CheckpointTree:
             path.node, path.open, path.tokens = node, None, tokens
             return node
         if path.open is not None and path.open.start_tokens < tokens < path.open.tokens:
-            return self.split(path.open, tokens)
+            path.node = self.split(path.open, tokens)
+            return path.node
         if path.tokens < tokens:
             return None
+        # The open node's parent may be newer than path.node: another path may have split it.
         node = self.locate(path)
+        if path.open is not None and path.open.parent is not None:
+            node = path.open.parent
         while node.parent is not None and tokens <= node.parent.tokens:
             node = node.parent
         if node.parent is None:

@@ -67,6 +67,15 @@ def blocks_for_hit(group: GroupGeometry, hit_tokens: int) -> range:
     return range(first, end + group.lookahead_blocks)
 
 
+def draft_swa_groups(groups: Sequence[GroupGeometry]) -> tuple[int, ...]:
+    """Indices of the SWA groups of a draft model: those that look ahead while others don't.
+
+    Where every group looks ahead (a draft model without groups of its own) there are none.
+    """
+    ahead = tuple(i for i, g in enumerate(groups) if not g.is_full and g.lookahead_blocks)
+    return ahead if any(not g.lookahead_blocks for g in groups if not g.is_full) else ()
+
+
 def last_safe_boundary(
     groups: Sequence[GroupGeometry], alignment_tokens: int, cacheable_tokens: int
 ) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 from mimo_plugin.core.candidates import Policy
 from mimo_plugin.core.eviction import DeathOrder
 from mimo_plugin.core.retention import Ladder, RetentionRule
-from mimo_plugin.core.window import GroupGeometry
+from mimo_plugin.core.window import GroupGeometry, draft_swa_groups
 from mimo_plugin.engines.vllm.kv.fit import why_groups_do_not_fit
 from mimo_plugin.engines.vllm.kv.settings import KvSettings
 from mimo_plugin.errors import FeatureUnavailable
@@ -107,6 +107,9 @@ def policy(settings: KvSettings, geometry: tuple[GroupGeometry, ...], num_blocks
     return Policy(
         swa_limit_blocks=swa,
         full_limit_blocks=max(1, num_blocks - swa) if settings.strict_split else None,
+        draft_limit_blocks=(
+            max(1, int(settings.draft_share * swa)) if draft_swa_groups(geometry) else None
+        ),
         block_tokens=next(g.block_size_tokens for g in geometry if g.is_full),
     )
 

@@ -21,7 +21,12 @@ from mimo_plugin.core import retention
 from mimo_plugin.core.eviction import DeathOrder
 from mimo_plugin.core.retention import RetentionRule, find_message_starts
 from mimo_plugin.core.tree import Node, Path
-from mimo_plugin.core.window import GroupGeometry, blocks_for_hit, last_safe_boundary
+from mimo_plugin.core.window import (
+    GroupGeometry,
+    blocks_for_hit,
+    draft_swa_groups,
+    last_safe_boundary,
+)
 
 
 @dataclass(slots=True)
@@ -68,6 +73,8 @@ class MimoCoordinator(HybridKVCacheCoordinator):  # type: ignore[misc]
             if isinstance(m.kv_cache_spec, SlidingWindowSpec)
         )
         self.geometry = group_geometry(self)
+        #: SWA groups of a draft model (none when every group merely looks ahead)
+        self.draft_ids = frozenset(draft_swa_groups(self.geometry))
         self.spine = self.full_ids[0]
         self.spine_block_tokens = self.single_type_managers[self.spine].block_size
         #: checkpoints made, newest last: end and hash of the first SWA block that each one hashed;
@@ -121,7 +128,7 @@ class MimoCoordinator(HybridKVCacheCoordinator):  # type: ignore[misc]
         node = tree.node_at(spine_blocks[num_hit_blocks - 1].block_id) if num_hit_blocks else None
         path = tree.start(node, hit_tokens if node is not None else 0)
         if num_hit_blocks and node is None:
-            self._adopt(path, hit_blocks, hit_tokens)
+            path = self._adopt(hit_blocks, hit_tokens)
         elif node is not None:
             if self.full_lookahead_tokens == 0 and node.tokens == hit_tokens:
                 self.order.used(node)
@@ -131,15 +138,26 @@ class MimoCoordinator(HybridKVCacheCoordinator):  # type: ignore[misc]
         self.states[request_id] = state
         return state
 
-    def _adopt(self, path: Path, hit_blocks: tuple[Sequence[Any], ...], hit_tokens: int) -> None:
-        """A hit on blocks whose span was already given up: give them a span of their own."""
-        for index, gid in enumerate(self.full_ids):
-            manager = self.single_type_managers[gid]
-            ids = [b.block_id for b in hit_blocks[gid][: -(-hit_tokens // manager.block_size)]]
-            for block_id in ids:
-                self.order.disown(block_id)
-            node = self.order.tree.grow(path, index, ids, hit_tokens)
-            self.order.grew(node, ids)
+    def _adopt(self, hit_blocks: tuple[Sequence[Any], ...], hit_tokens: int) -> Path:
+        """A hit that ends in a span which was given up: what is left of it gets a span of its own.
+
+        The blocks are resident and referenced by now, so the hit stands; only their place in the
+        tree is gone.
+        """
+        tree, order = self.order.tree, self.order
+        path = Path(tree.root, 0)
+        if len(self.full_ids) > 1:
+            return tree.untracked()
+        ids = [b.block_id for b in hit_blocks[self.spine][: hit_tokens // self.spine_block_tokens]]
+        at = 0
+        while at < len(ids) and tree.follow(path, ids[at], (at + 1) * self.spine_block_tokens):
+            at += 1
+        if any(tree.node_at(block_id) is not None for block_id in ids[at:]):
+            return tree.untracked()
+        for block_id in ids[at:]:
+            order.disown(block_id)
+        order.grew(tree.grow(path, 0, ids[at:], hit_tokens), ids[at:])
+        return path
 
     # -- caching -----------------------------------------------------------------------------
 
@@ -264,6 +282,7 @@ class MimoCoordinator(HybridKVCacheCoordinator):  # type: ignore[misc]
         todo: list[tuple[int, range, list[bool]]] = []
         all_ids: list[int] = []
         new_ids: list[int] = []
+        new_draft_ids: set[int] = set()
         for gid in self.swa_ids:
             manager = self.single_type_managers[gid]
             table = manager.req_to_blocks[request.request_id]
@@ -279,20 +298,22 @@ class MimoCoordinator(HybridKVCacheCoordinator):  # type: ignore[misc]
                     if block is None or block.is_null or block.block_hash is not None:
                         return None
                     new_ids.append(block.block_id)
+                    if gid in self.draft_ids:
+                        new_draft_ids.add(block.block_id)
                     mask.append(True)
                 else:
                     mask.append(False)
                 all_ids.append(block.block_id)
             if any(mask):
                 todo.append((gid, run, mask))
-        if not self.order.admit_checkpoint(node, cls, len(new_ids)):
+        if not self.order.admit_checkpoint(len(new_ids), len(new_draft_ids)):
             self.refused[cls] = self.refused.get(cls, 0) + 1
             return None
         for gid, run, mask in todo:
             manager = self.single_type_managers[gid]
             table = manager.req_to_blocks[request.request_id]
             pool.hash_blocks(request, table, run.start, run.stop, manager.block_size, gid, mask)
-        self.order.seal(node, cls, all_ids, new_ids)
+        self.order.seal(node, cls, all_ids, new_ids, new_draft_ids)
         self.order.supersede(node)
         self.created[cls] = self.created.get(cls, 0) + 1
         if todo:

@@ -78,8 +78,9 @@ class Lookup:
                 return False
             hashes, unit = request.block_hashes, coordinator.hash_block_size
             sealed = coordinator.sealed
+            reach = self.full_tokens + coordinator.rule.lookahead_tokens
             for tokens, block_hash in islice(sealed, len(sealed) - fresh, None):
-                if tokens <= self.full_tokens and hashes[tokens // unit - 1] == block_hash:
+                if tokens <= reach and hashes[tokens // unit - 1] == block_hash:
                     return False
             self.num_sealed = coordinator.num_sealed
         return True
