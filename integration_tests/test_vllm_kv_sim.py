@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The KV feature in in-process engines under memory pressure, alone and beside other features.
 
-The same requests run on stock vLLM, with the plugin, and with the plugin beside n-gram speculation
+The same requests run on stock vLLM, with the plugin, and with the plugin beside speculation
 or a KV connector: the answers must be the same token for token (fp32, greedy). The model-free
 simulator that the benchmarks use must give the engine's hits, request by request.
 """
@@ -27,6 +27,7 @@ POOL_BLOCKS = 90
 """Little enough that checkpoints die and running requests are preempted."""
 KV = {"mimo": {"features": ["kv"]}}
 LOGPROB_TOLERANCE = 1e-4
+MAX_BATCHED_TOKENS = 256
 NGRAM = {
     "method": "ngram",
     "num_speculative_tokens": 3,
@@ -83,6 +84,12 @@ def kv_ngram(run):
         additional_config=settings,
         speculative_config=NGRAM,
     )
+
+
+@pytest.fixture(scope="module")
+def kv_mtp(run):
+    speculation = {"method": "mtp", "num_speculative_tokens": 1}
+    return run({}, additional_config=KV, speculative_config=speculation)
 
 
 @pytest.fixture(scope="module")
@@ -148,11 +155,64 @@ def test_turn_ends_are_kept_whatever_the_lengths():
         assert record.hit_tokens == (len(history) - 1) // unit * unit, output
 
 
+DRAFTED = {
+    "swa_groups": 4,
+    "layers_per_group": 2,
+    "full_block_tokens": 64,
+    "swa_block_tokens": 32,
+    "window_tokens": 64,
+    "draft_group": True,
+}
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=IndexError,
+    reason="a waiting request's memo looks for a checkpoint past the end of its own hashes",
+)
+@pytest.mark.parametrize(("seed", "blocks"), [(262, 110), (293, 70)])
+def test_waiting_requests_of_all_lengths_with_a_draft_group(seed, blocks):
+    """Model-free: short prompts wait while longer ones with the same start make checkpoints."""
+    from benchmarks.sim import PLUGIN, Geometry, Simulator
+    from benchmarks.workloads import message
+
+    simulator = Simulator(
+        blocks,
+        plugin=PLUGIN,
+        geometry=Geometry(**DRAFTED),
+        max_batched_tokens=MAX_BATCHED_TOKENS,
+        max_requests=8,
+    )
+    rng = random.Random(seed)
+    base = message(rng, rng.randrange(60, 400))
+    waiting = {
+        simulator.submit(
+            [*base[: rng.randrange(40, len(base) + 1)], *message(rng, rng.randrange(2, 90))],
+            rng.randrange(2, 60),
+        )
+        for _ in range(8)
+    }
+    for _ in range(3000):
+        waiting -= simulator.step()
+        if not waiting:
+            return
+    raise AssertionError("requests never finished")
+
+
 def test_with_ngram_speculation(stock, kv_ngram):
     assert kv_ngram["outputs"] == stock["outputs"]
     assert kv_ngram["metrics"]["vllm:spec_decode_num_draft_tokens_total"] > 0
     # Drafts take blocks too, and no message start is known; it still reuses what stock does.
     assert reused(kv_ngram) >= 0.9 * reused(stock)
+
+
+def test_with_the_model_s_own_draft_layer(stock, kv_mtp):
+    """A draft layer adds a KV group and needs one block past a hit."""
+    assert kv_mtp["outputs"] == stock["outputs"]
+    assert len(kv_mtp["block_sizes"]) > len(stock["block_sizes"])
+    assert kv_mtp["metrics"]["vllm:spec_decode_num_draft_tokens_total"] > 0
+    # Requests that were preempted are admitted again, and counted again.
+    assert kv_mtp["metrics"]["mimo:window_safe_hit_tokens_total"] >= reused(kv_mtp) > 0
 
 
 def test_with_a_connector_that_supports_the_hybrid_manager(stock, kv, kv_offloading):
