@@ -2,9 +2,12 @@
 """The order in which cached blocks die.
 
 1. blocks without a hash, last freed first;
-2. doomed blocks: no live checkpoint makes them reachable, or their checkpoint was chosen to die;
+2. doomed blocks: their checkpoint was chosen to die;
 3. the checkpoint or leaf span with the greatest weighted age, which is then doomed as a whole;
 4. only if nothing else is left: blocks in the middle of a prefix, deepest span first.
+
+Full blocks that no live checkpoint makes reachable are dropped at once: they become blocks without
+a hash.
 
 Age is the number of cache events since the last use. A checkpoint that a later one of the same
 chat replaces ages faster than the end of a chat (only an edit would want it), and checkpoints that
@@ -48,6 +51,8 @@ class DeathOrder:
         self.tree.on_split = self._was_split
         self.policy = policy
         self.on_evict = on_evict
+        #: called with blocks that must lose their hash now; they are free and hold nothing
+        self.on_drop: Callable[[list[int]], None] | None = None
         self.now = now
         self._kind = bytearray(num_blocks)
         self._swa_cls: dict[int, str] = {}
@@ -58,8 +63,8 @@ class DeathOrder:
         self.num_free_blocks = 0
         self.cached: dict[tuple[str, str], int] = {}
         self._live_swa = self._live_full = self._live_draft = 0
-        #: bumped when a cached prefix is broken in a way that a look-up memo cannot see
-        self.epoch = 0
+        #: blocks that were evicted, dropped or invalidated so far
+        self.num_evicted = 0
 
     # -- free list ---------------------------------------------------------------------------
 
@@ -157,7 +162,9 @@ class DeathOrder:
         evicted: list[int] = []
         doomed = self._doomed
         while len(fresh) + len(evicted) < count:
-            if doomed:
+            if empty:
+                fresh.append(empty.pop())
+            elif doomed:
                 block_id = next(iter(doomed))
                 del doomed[block_id]
                 self.forget(block_id, evicted=True)
@@ -186,7 +193,6 @@ class DeathOrder:
         self._candidates.clear()
         self.cached.clear()
         self._live_swa = self._live_full = self._live_draft = 0
-        self.epoch += 1
 
     # -- registration ------------------------------------------------------------------------
 
@@ -202,7 +208,7 @@ class DeathOrder:
         self._live_full += len(block_ids)
         limit = self.policy.full_limit_blocks
         while limit is not None and self._live_full > limit and self._doom_oldest(leaves_only=True):
-            pass
+            self._evict_doomed()
 
     def admit_checkpoint(self, new_blocks: int, new_draft_blocks: int = 0) -> bool:
         """Make room in the budgets for a checkpoint's new SWA blocks; False if there can be none.
@@ -219,7 +225,18 @@ class DeathOrder:
         ):
             if not self._doom_oldest(with_swa=True):
                 return False
+            self._evict_doomed()
         return True
+
+    def _evict_doomed(self) -> None:
+        """Budgets hold for what is cached, so what was chosen to die over one dies now."""
+        ids = list(self._doomed)
+        self._doomed.clear()
+        for block_id in ids:
+            self.forget(block_id, evicted=True)
+        self._empty.extend(ids)
+        if ids and self.on_drop is not None:
+            self.on_drop(ids)
 
     def seal(
         self,
@@ -360,6 +377,7 @@ class DeathOrder:
         self.tree.owner[block_id] = None
         self._kind[block_id] = _NO_KIND
         sharers = self.tree.sharers.pop(block_id, ())
+        self.num_evicted += 1
         if node is None:
             return
         name, cls = (FULL, node.cls) if kind == _FULL else (SWA, self._swa_cls[block_id])
@@ -390,7 +408,6 @@ class DeathOrder:
             self._live(block_id, 1)
             free = True
         self.forget(block_id)
-        self.epoch += 1
         if free:
             self._empty.append(block_id)
 
@@ -431,14 +448,46 @@ class DeathOrder:
         if parent is not None:
             parent.children.discard(node)
         below = list(self.tree.subtree(node))
-        if below:
-            self.epoch += 1
         for dead in (node, *below):
             dead.dead = True
+        for dead in (node, *below):
             self._drop_checkpoint(dead)
-            self._doom_full(dead)
+            self._classify(dead)
         if parent is not None:
             self._classify(parent)
+
+    def _abandon(self, node: Node) -> Node | None:
+        """Drop ``node``'s full blocks, which no checkpoint makes reachable any more.
+
+        They lose their hash at once instead of waiting their turn: look-ups end where use ends, and
+        whoever follows the cache events is told. Returns the parent if it has lost its last child.
+        """
+        owner, doomed = self.tree.owner, self._doomed
+        owned = [b for ids in node.full for b in ids if owner[b] is node]
+        unused = [b for b in owned if b in node.free_full or b in doomed]
+        if not node.dead and len(unused) != len(owned):
+            # Running requests still stand on this span and may yet checkpoint it.
+            self._doom_full(node)
+            return None
+        self._live_full -= len(node.free_full)
+        node.free_full.clear()
+        residence_s = self.now() - node.created_s if unused else 0.0
+        for block_id in unused:
+            doomed.pop(block_id, None)
+            owner[block_id] = None
+            self._kind[block_id] = _NO_KIND
+            if self.on_evict is not None:
+                self.on_evict(FULL, node.cls, residence_s)
+        self._count(FULL, node.cls, -len(unused))
+        self.num_evicted += len(unused)
+        self._empty.extend(unused)
+        if unused and self.on_drop is not None:
+            self.on_drop(unused)
+        if node.dead or node.parent is None:
+            return None
+        node.dead = True
+        node.parent.children.discard(node)
+        return node.parent
 
     def _doom_full(self, node: Node) -> None:
         if node.free_full:
@@ -495,23 +544,22 @@ class DeathOrder:
 
     def _classify(self, node: Node) -> None:
         """(Re-)enter ``node`` where it can be chosen; older heap entries become stale."""
+        at: Node | None = node
+        while at is not None:
+            at = self._classify_one(at)
+
+    def _classify_one(self, node: Node) -> Node | None:
+        """Returns the parent when ``node`` was given up and the parent's place may have changed."""
         node.stamp += 1
         if node.parent is None:
-            return
-        if node.dead:
-            self._doom_full(node)
-            if node.free_swa:
-                self._doom_swa(node)
-            return
-        if node.swa is None and node.free_swa:
+            return None
+        if node.free_swa and (node.dead or node.swa is None):
             self._doom_swa(node)
-        if not node.children:
-            if node.swa is None:
-                self._doom_full(node)
-            elif node.free_swa or node.free_full:
-                self._candidates.push(node)
-        elif node.free_swa:
+        if node.dead or (not node.children and node.swa is None):
+            return self._abandon(node)
+        if node.free_swa or (not node.children and node.free_full):
             self._candidates.push(node)
+        return None
 
     def _doom_oldest(self, *, leaves_only: bool = False, with_swa: bool = False) -> bool:
         node = self._candidates.take_oldest(self._clock, leaves_only=leaves_only, with_swa=with_swa)

@@ -57,7 +57,14 @@ class EngineModel:
         self._symbol = 0
         #: (block, its key or None, was it of use) in the order of reuse
         self.watch: Any = None
+        self.order.on_drop = self._drop
         self.order.add_empty(range(blocks))
+
+    def _drop(self, blocks: list[int]) -> None:
+        """Blocks that nothing makes reachable lose their hash at once."""
+        for block in blocks:
+            assert self.references[block] == 0, "a referenced block lost its hash"
+            assert self.resident.pop(self.key_of.pop(block)) == block
 
     # -- pool --------------------------------------------------------------------------------
 
@@ -90,8 +97,10 @@ class EngineModel:
             self.references[block] -= 1
             if self.references[block] == 0:
                 gone.append(block)
-        self.order.add_cached([b for b in gone if b in self.key_of])
-        self.order.add_empty([b for b in gone if b not in self.key_of])
+        cached = [b for b in gone if b in self.key_of]
+        empty = [b for b in gone if b not in self.key_of]
+        self.order.add_cached(cached)
+        self.order.add_empty(empty)
 
     def _hash(self, block: int, key: Key) -> None:
         self.key_of[block] = key
@@ -199,7 +208,7 @@ class EngineModel:
                     return None
                 new.append(block)
             ids.append(block)
-        if not order.admit_checkpoint(node, cls, len(new)):
+        if not order.admit_checkpoint(len(new)):
             return None
         for i in range(max(0, hit - self.window), hit):
             if ("s", request.symbols[: i + 1]) not in self.resident:
@@ -220,8 +229,8 @@ class EngineModel:
 
     def invalidate(self, block: int) -> None:
         """A connector says that a cached block holds nothing."""
-        self.order.invalidate(block)
         assert self.resident.pop(self.key_of.pop(block)) == block
+        self.order.invalidate(block)
 
     def reset(self) -> None:
         """Prefix cache reset, with no request running."""

@@ -10,14 +10,10 @@ import pytest
 
 from mimo_plugin.core.candidates import Policy
 from mimo_plugin.core.eviction import DeathOrder
-from mimo_plugin.core.tree import Node
 from mimo_plugin.core.window import GroupGeometry
 from tests.core.engine_model import EngineModel
 
 STEPS = 100_000
-OVERSHOOTS = pytest.mark.xfail(
-    strict=True, reason="blocks taken back from the doomed are not charged to the limit"
-)
 
 
 def check_free_list(model: EngineModel) -> None:
@@ -148,7 +144,16 @@ def test_a_full_block_never_dies_before_the_checkpoint_it_serves(seed: int) -> N
         def died(block: int) -> None:
             kind, symbols = key_of.get(block, ("", ()))
             if kind == "f" and block in live:
-                served = [b for b in windows if key_of[b][1][: len(symbols)] == symbols]
+                # A checkpoint chosen to die takes its span along; any other one needs it.
+                owner = model.order.tree.owner
+                served = [
+                    b
+                    for b in windows
+                    if key_of[b][1][: len(symbols)] == symbols
+                    and (node := owner[b]) is not None
+                    and node.swa is not None
+                    and not node.dead
+                ]
                 if served:
                     wrong.append(f"full block {block} died before checkpoint blocks {served}")
 
@@ -197,24 +202,21 @@ def overshoot(model: EngineModel, kind: str, limit: int, steps: int = 6000) -> i
 TAKEN_BACK = 4
 
 
-@pytest.mark.parametrize("slack", [pytest.param(0, marks=OVERSHOOTS), TAKEN_BACK])
-def test_share_limit_holds(slack: int) -> None:
+def test_share_limit_holds() -> None:
     for limit in (4, 9, 16):
         model = EngineModel(48, seed=limit, swa_limit_blocks=limit)
-        assert overshoot(model, "s", limit) <= slack
+        assert overshoot(model, "s", limit) <= TAKEN_BACK
 
 
-@pytest.mark.parametrize("slack", [pytest.param(0, marks=OVERSHOOTS), TAKEN_BACK])
-def test_strict_split_bounds_full_blocks(slack: int) -> None:
+def test_strict_split_bounds_full_blocks() -> None:
     for seed in range(3):
         model = EngineModel(48, seed=seed, swa_limit_blocks=12, full_limit_blocks=20)
-        assert overshoot(model, "f", 20) <= slack
+        assert overshoot(model, "f", 20) <= TAKEN_BACK
 
 
 def test_checkpoint_larger_than_the_share_is_refused() -> None:
     order = DeathOrder(16, [GroupGeometry(4)], Policy(swa_limit_blocks=3))
-    node = Node(order.tree.root, 4, 1)
-    assert not order.admit_checkpoint(node, "turn_end", 4)
+    assert not order.admit_checkpoint(4)
 
 
 def test_pop_of_more_than_is_free_is_refused() -> None:

@@ -38,12 +38,7 @@ def check(tree: CheckpointTree) -> None:
         assert owner is owned.get(block)
 
 
-EARLIER = pytest.mark.xfail(
-    strict=True, reason="close() below a part that it split off the open span loses its way"
-)
-
-
-@pytest.mark.parametrize("earlier", [False, pytest.param(True, marks=EARLIER)])
+@pytest.mark.parametrize("earlier", [False, True])
 def test_prefixes_stay_whole(earlier: bool) -> None:
     for seed in range(60):
         grow_at_random(random.Random(seed), earlier=earlier)
@@ -86,7 +81,6 @@ def grow_at_random(rng: random.Random, *, earlier: bool) -> None:
     check(tree)
 
 
-@EARLIER
 def test_the_same_checkpoint_twice_inside_the_open_span() -> None:
     tree = make()
     path = tree.start(None, 0)
@@ -136,7 +130,6 @@ def test_clear_forgets_every_owner() -> None:
     assert tree.node_at(0) is None
 
 
-@pytest.mark.xfail(strict=True, reason="splitting a dead span takes blocks that others own by now")
 def test_splitting_a_dead_span_leaves_reused_blocks_alone() -> None:
     tree = make()
     path = tree.start(None, 0)

@@ -122,10 +122,7 @@ FOUND: dict[str, tuple[str, list[tuple[str, int, int]]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "story",
-    [pytest.param(s, marks=pytest.mark.xfail(strict=True, reason=s)) for s in FOUND],
-)
+@pytest.mark.parametrize("story", FOUND)
 def test_found_history(story: str) -> None:
     name, operations = FOUND[story]
     history = History(CASES[name], with_counts=True)

@@ -23,10 +23,10 @@ from mimo_plugin.core.retention import RetentionRule, find_message_starts
 from mimo_plugin.core.tree import Node, Path
 from mimo_plugin.core.window import (
     GroupGeometry,
-    blocks_for_hit,
     draft_swa_groups,
     last_safe_boundary,
 )
+from mimo_plugin.engines.vllm.kv.checkpoint import collect_window, first_new_end, hash_window
 
 
 @dataclass(slots=True)
@@ -271,57 +271,33 @@ class MimoCoordinator(HybridKVCacheCoordinator):  # type: ignore[misc]
 
     def _seal(self, state: RequestState, tokens: int, cls: str) -> Node | None:
         """Make the checkpoint at ``tokens``, if its window is there and it is worth its blocks."""
-        tree, request, pool = self.order.tree, state.request, self.block_pool
-        node = tree.close(state.path, tokens + self.full_lookahead_tokens)
+        order, request = self.order, state.request
+        node = order.tree.close(state.path, tokens + self.full_lookahead_tokens)
         if node is None or node.dead:
             return None
         if node.swa is not None:
-            self.order.seal(node, cls, node.swa, ())
+            order.seal(node, cls, node.swa, ())
+            order.supersede(node)
             return node
-        get_block = pool.cached_block_hash_to_block.get_one_block
-        todo: list[tuple[int, range, list[bool]]] = []
-        all_ids: list[int] = []
-        new_ids: list[int] = []
-        new_draft_ids: set[int] = set()
-        for gid in self.swa_ids:
-            manager = self.single_type_managers[gid]
-            table = manager.req_to_blocks[request.request_id]
-            hashes = resolve_block_hashes(
-                request.block_hashes, pool.hash_block_size, manager.block_size
-            )
-            run = blocks_for_hit(self.geometry[gid], tokens)
-            mask: list[bool] = []
-            for i in run:
-                block = get_block(make_block_hash_with_group_id(hashes[i], gid))
-                if block is None:
-                    block = table[i] if i < len(table) else None
-                    if block is None or block.is_null or block.block_hash is not None:
-                        return None
-                    new_ids.append(block.block_id)
-                    if gid in self.draft_ids:
-                        new_draft_ids.add(block.block_id)
-                    mask.append(True)
-                else:
-                    mask.append(False)
-                all_ids.append(block.block_id)
-            if any(mask):
-                todo.append((gid, run, mask))
-        if not self.order.admit_checkpoint(len(new_ids), len(new_draft_ids)):
+        window = collect_window(self, request, tokens)
+        if window is None:
+            return None
+        evicted_before = order.num_evicted
+        if not order.admit_checkpoint(len(window.new_ids), len(window.new_draft_ids)):
             self.refused[cls] = self.refused.get(cls, 0) + 1
             return None
-        for gid, run, mask in todo:
-            manager = self.single_type_managers[gid]
-            table = manager.req_to_blocks[request.request_id]
-            pool.hash_blocks(request, table, run.start, run.stop, manager.block_size, gid, mask)
-        self.order.seal(node, cls, all_ids, new_ids, new_draft_ids)
-        self.order.supersede(node)
+        if order.num_evicted != evicted_before:
+            # Making room may have taken blocks that this window would have shared.
+            window = collect_window(self, request, tokens)
+            if window is None or node.dead:
+                return None
+        hash_window(self, request, window)
+        order.seal(node, cls, window.all_ids, window.new_ids, window.new_draft_ids)
+        order.supersede(node)
         self.created[cls] = self.created.get(cls, 0) + 1
-        if todo:
-            # Hashes chain, so a prefix that holds any of the new blocks holds the first of them.
-            first = min(
-                (run.start + mask.index(True) + 1) * self.single_type_managers[gid].block_size
-                for gid, run, mask in todo
-            )
+        # Hashes chain, so a prefix that holds any of the new blocks holds the first of them.
+        first = first_new_end(self, window)
+        if first is not None:
             self.num_sealed += 1
             self.sealed.append((first, request.block_hashes[first // self.hash_block_size - 1]))
         return node

@@ -51,10 +51,11 @@ class OrderedFreeQueue:
 
     def append_n(self, blocks: list[KVCacheBlock]) -> None:
         """Free blocks whose content may be used again."""
+        # Both lists first: freeing may take hashes off blocks that nothing makes reachable.
         cached = [b.block_id for b in blocks if b.block_hash is not None]
+        empty = [b.block_id for b in blocks if b.block_hash is None]
         self.order.add_cached(cached)
-        if len(cached) != len(blocks):
-            self.order.add_empty([b.block_id for b in blocks if b.block_hash is None])
+        self.order.add_empty(empty)
 
     def prepend_n(self, blocks: list[KVCacheBlock]) -> None:
         """Free blocks whose content is of no use."""
@@ -91,8 +92,13 @@ class OrderedBlockPool(BlockPool):  # type: ignore[misc]
         order = make_order(self.num_gpu_blocks)
         order.add_empty([b.block_id for b in free])
         self.free_block_queue = OrderedFreeQueue(self.blocks, order)
+        order.on_drop = self._drop_hashes
         self.order = order
         return order
+
+    def _drop_hashes(self, block_ids: list[int]) -> None:
+        for block_id in block_ids:
+            self._maybe_evict_cached_block(self.blocks[block_id])
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
         """As upstream; blocks that hold nothing skip the search for a hash to take off."""
