@@ -67,7 +67,7 @@ def make_manager(blocks: int, geometry: Geometry, *, plugin: bool) -> Any:
         ),
         "max_model_len": 1 << 21,
         "scheduler_block_size": geometry.alignment_tokens,
-        "hash_block_size": min(geometry.full_block_tokens, geometry.swa_block_tokens),
+        "hash_block_size": geometry.hash_block_tokens,
         "max_in_flight_tokens": CHUNK_TOKENS,
         "enable_caching": True,
     }
@@ -120,7 +120,7 @@ def _decode(manager: Any, request: Any) -> float:
 def measure(length_tokens: int, *, plugin: bool, geometry: Geometry | None = None) -> Cost:
     """One life of a request of ``length_tokens`` tokens, and look-ups of others on its prefix."""
     geometry = geometry or Geometry()
-    hash_tokens = min(geometry.full_block_tokens, geometry.swa_block_tokens)
+    hash_tokens = geometry.hash_block_tokens
     swa_per_chunk = geometry.swa_groups * CHUNK_TOKENS // geometry.swa_block_tokens
     blocks = 2 * length_tokens // geometry.full_block_tokens + 2 * swa_per_chunk + 20_000
     manager = make_manager(blocks, geometry, plugin=plugin)

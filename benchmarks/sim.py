@@ -67,7 +67,15 @@ class Geometry:
     @property
     def alignment_tokens(self) -> int:
         """Hits are multiples of this."""
-        return max(self.full_block_tokens, self.swa_block_tokens)
+        swa = self.swa_block_tokens if self.swa_groups else 1
+        return max(self.full_block_tokens, swa)
+
+    @property
+    def hash_block_tokens(self) -> int:
+        """Granularity of the block hashes."""
+        if not self.swa_groups:
+            return self.full_block_tokens
+        return min(self.full_block_tokens, self.swa_block_tokens)
 
     def groups(self) -> list[Any]:
         """``KVCacheGroupSpec`` list; the last SWA group is the draft's when ``draft_group``."""
@@ -211,7 +219,7 @@ class Simulator:
             kv_cache_groups=self.geometry.groups(),
             prefix_cache_retention_interval=retention_interval,
         )
-        hash_block_tokens = min(self.geometry.full_block_tokens, self.geometry.swa_block_tokens)
+        hash_block_tokens = self.geometry.hash_block_tokens
         arguments = {
             "vllm_config": vllm_config,
             "kv_cache_config": kv_cache_config,
