@@ -2,7 +2,8 @@
 """Run a token-id workload in one in-process engine, then in the simulator; print both as JSON.
 
 Usage: ``python kv_probe.py MODEL OPTIONS_JSON``; the last line is the result. The options are
-``LLM``'s, but for ``probe``: ``simulate``, ``logprobs`` and ``restart_at`` say what to do.
+``LLM``'s, but for ``probe``: ``simulate``, ``logprobs``, ``restart_at`` and ``batches`` say what to
+do.
 
 The simulator gets the engine's own KV cache groups, pool size, limits and settings, and the
 tokens that the engine generated, so every difference in a hit is a difference in behaviour.
@@ -26,12 +27,13 @@ LOGPROB_PROMPTS = 3
 class EngineGeometry:
     """The groups of a running engine, in the form that the simulator takes."""
 
-    def __init__(self, kv_cache_config):
+    def __init__(self, kv_cache_config, hash_block_tokens):
         from vllm.v1.kv_cache_interface import FullAttentionSpec
 
         self._groups = list(kv_cache_config.kv_cache_groups)
         sizes = [group.kv_cache_spec.block_size for group in self._groups]
         assert isinstance(self._groups[0].kv_cache_spec, FullAttentionSpec)
+        self.hash_block_tokens = hash_block_tokens
         self.full_block_tokens = sizes[0]
         self.swa_block_tokens = min(sizes)
         self.alignment_tokens = max(sizes)
@@ -119,8 +121,11 @@ def warm_and_cold(llm, sampling):
     return {"worst_logprob_gap": worst, "same_tokens": same, "hits": hits}
 
 
-def run_chats(llm, restart_at=None):
-    """Drive the workload: (batch, outputs, hits) each. ``restart_at``: drop the cache there."""
+def run_chats(llm, restart_at=None, batches=None):
+    """Drive the workload: (batch, outputs, hits) each.
+
+    ``restart_at``: drop the cache before that batch; ``batches``: stop after so many.
+    """
     from vllm import SamplingParams
 
     log = []
@@ -136,6 +141,8 @@ def run_chats(llm, restart_at=None):
         )
         outputs = [list(answer.outputs[0].token_ids) for answer in answers]
         log.append((batch, outputs, [answer.num_cached_tokens for answer in answers]))
+        if len(log) == batches:
+            return log
         try:
             batch = plan.send(outputs)
         except StopIteration:
@@ -146,10 +153,11 @@ def simulate(log, scheduler, settings):
     """The same requests in the simulator: hits, live blocks and preemptions."""
     from benchmarks.sim import Simulator
 
+    pool = scheduler.kv_cache_manager.block_pool
     simulator = Simulator(
-        scheduler.kv_cache_manager.block_pool.num_gpu_blocks,
+        pool.num_gpu_blocks,
         plugin=settings,
-        geometry=EngineGeometry(scheduler.kv_cache_config),
+        geometry=EngineGeometry(scheduler.kv_cache_config, pool.hash_block_size),
         max_batched_tokens=MAX_BATCHED_TOKENS,
         max_model_len=MAX_MODEL_LEN,
         max_requests=MAX_REQUESTS,
@@ -211,7 +219,7 @@ def main():
         preemptions.append(request.request_id),
         preempt(request, *args, **kwargs),
     )[1]
-    log = run_chats(llm, probe.get("restart_at"))
+    log = run_chats(llm, probe.get("restart_at"), probe.get("batches"))
     result = {
         "prompts": [[len(prompt) for prompt, _ in batch] for batch, _, _ in log],
         "outputs": [outputs for _, outputs, _ in log],

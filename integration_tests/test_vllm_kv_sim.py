@@ -13,6 +13,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,13 +28,13 @@ POOL_BLOCKS = 90
 """Little enough that checkpoints die and running requests are preempted."""
 KV = {"mimo": {"features": ["kv"]}}
 LOGPROB_TOLERANCE = 1e-4
-MAX_BATCHED_TOKENS = 256
 NGRAM = {
     "method": "ngram",
     "num_speculative_tokens": 3,
     "prompt_lookup_min": 1,
     "prompt_lookup_max": 3,
 }
+NGRAM_BATCHES = 8
 OFFLOADING = {
     "kv_connector": "OffloadingConnector",
     "kv_role": "kv_both",
@@ -79,7 +80,7 @@ def kv(run):
 def kv_ngram(run):
     settings = {"mimo": {"features": ["kv"], "kv": {"message_start_token_ids": [5, 7]}}}
     return run(
-        {},
+        {"batches": NGRAM_BATCHES},  # a step with drafts to verify is slow on the CPU
         environment={"NUMBA_DISABLE_JIT": "1"},  # compiling the proposer takes half a minute
         additional_config=settings,
         speculative_config=NGRAM,
@@ -155,55 +156,43 @@ def test_turn_ends_are_kept_whatever_the_lengths():
         assert record.hit_tokens == (len(history) - 1) // unit * unit, output
 
 
-DRAFTED = {
-    "swa_groups": 4,
-    "layers_per_group": 2,
-    "full_block_tokens": 64,
-    "swa_block_tokens": 32,
-    "window_tokens": 64,
-    "draft_group": True,
-}
+def test_a_waiting_request_s_memo_and_checkpoints_longer_than_its_prompt():
+    """With a draft group another request's checkpoint may reach past a waiting request's end.
 
+    Without an engine; in one an error here ends the EngineCore: MTP on, short prompts waiting
+    while longer ones with the same start are served in a small pool.
+    """
+    from mimo_plugin.engines.vllm.kv.lookup import Lookup
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=IndexError,
-    reason="a waiting request's memo looks for a checkpoint past the end of its own hashes",
-)
-@pytest.mark.parametrize(("seed", "blocks"), [(262, 110), (293, 70)])
-def test_waiting_requests_of_all_lengths_with_a_draft_group(seed, blocks):
-    """Model-free: short prompts wait while longer ones with the same start make checkpoints."""
-    from benchmarks.sim import PLUGIN, Geometry, Simulator
-    from benchmarks.workloads import message
-
-    simulator = Simulator(
-        blocks,
-        plugin=PLUGIN,
-        geometry=Geometry(**DRAFTED),
-        max_batched_tokens=MAX_BATCHED_TOKENS,
-        max_requests=8,
+    unit, num_tokens, full_tokens, lookahead_tokens = 32, 100, 64, 64
+    hashes = [bytes([at]) for at in range(num_tokens // unit)]
+    request = SimpleNamespace(num_tokens=num_tokens, block_hashes=hashes)
+    coordinator = SimpleNamespace(
+        block_pool=None,
+        num_sealed=1,
+        sealed=[(full_tokens + lookahead_tokens, b"another's")],
+        hash_block_size=unit,
+        rule=SimpleNamespace(lookahead_tokens=lookahead_tokens),
     )
-    rng = random.Random(seed)
-    base = message(rng, rng.randrange(60, 400))
-    waiting = {
-        simulator.submit(
-            [*base[: rng.randrange(40, len(base) + 1)], *message(rng, rng.randrange(2, 90))],
-            rng.randrange(2, 60),
-        )
-        for _ in range(8)
-    }
-    for _ in range(3000):
-        waiting -= simulator.step()
-        if not waiting:
-            return
-    raise AssertionError("requests never finished")
+    memo = Lookup(
+        result=(None, 0, 0),
+        num_tokens=num_tokens,
+        max_hit_tokens=num_tokens - 1,
+        full_tokens=full_tokens,
+        node=None,
+        swa=None,
+        next_key=None,
+        num_sealed=0,
+        reusable=True,
+    )
+    assert memo.still_valid(request, num_tokens - 1, coordinator)
 
 
 def test_with_ngram_speculation(stock, kv_ngram):
-    assert kv_ngram["outputs"] == stock["outputs"]
+    assert kv_ngram["outputs"] == stock["outputs"][:NGRAM_BATCHES]
     assert kv_ngram["metrics"]["vllm:spec_decode_num_draft_tokens_total"] > 0
     # Drafts take blocks too, and no message start is known; it still reuses what stock does.
-    assert reused(kv_ngram) >= 0.9 * reused(stock)
+    assert reused(kv_ngram) >= 0.9 * sum(map(sum, stock["engine_hits"][:NGRAM_BATCHES]))
 
 
 def test_with_the_model_s_own_draft_layer(stock, kv_mtp):
