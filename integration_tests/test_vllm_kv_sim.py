@@ -188,6 +188,27 @@ def test_a_waiting_request_s_memo_and_checkpoints_longer_than_its_prompt():
     assert memo.still_valid(request, num_tokens - 1, coordinator)
 
 
+@pytest.mark.xfail(strict=True, reason="one request in need makes all give up their windows")
+def test_turn_ends_survive_a_full_pool():
+    """Model-free: eight long answers at once in a pool that holds them without preemption."""
+    from benchmarks.sim import PLUGIN, Geometry, Simulator
+    from benchmarks.workloads import message
+
+    sizes = {"full_block_tokens": 64, "swa_block_tokens": 32, "window_tokens": 64}
+    simulator = Simulator(140, plugin=PLUGIN, geometry=Geometry(swa_groups=3, **sizes))
+    rng = random.Random(3)
+    prompts = [message(rng, 40 + at) for at in range(8)]
+    chats = {simulator.submit(prompt, 260): prompt for prompt in prompts}
+    waiting = set(chats)
+    while waiting:
+        waiting -= simulator.step()
+    hits = []
+    for number, prompt in chats.items():
+        following = [*prompt, *simulator.output_of(number), *message(rng, 30)]
+        hits.append(simulator.generate(following, 1)[0].hit_tokens)
+    assert sum(hits) > 0
+
+
 def test_with_ngram_speculation(stock, kv_ngram):
     assert kv_ngram["outputs"] == stock["outputs"][:NGRAM_BATCHES]
     assert kv_ngram["metrics"]["vllm:spec_decode_num_draft_tokens_total"] > 0
