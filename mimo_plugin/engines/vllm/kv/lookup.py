@@ -78,7 +78,7 @@ class Lookup:
                 return False
             hashes, unit = request.block_hashes, coordinator.hash_block_size
             sealed = coordinator.sealed
-            reach = self.full_tokens + coordinator.rule.lookahead_tokens
+            reach = min(self.full_tokens + coordinator.rule.lookahead_tokens, len(hashes) * unit)
             for tokens, block_hash in islice(sealed, len(sealed) - fresh, None):
                 if tokens <= reach and hashes[tokens // unit - 1] == block_hash:
                     return False
