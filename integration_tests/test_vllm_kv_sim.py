@@ -188,7 +188,6 @@ def test_a_waiting_request_s_memo_and_checkpoints_longer_than_its_prompt():
     assert memo.still_valid(request, num_tokens - 1, coordinator)
 
 
-@pytest.mark.xfail(strict=True, reason="one request in need makes all give up their windows")
 def test_turn_ends_survive_a_full_pool():
     """Model-free: eight long answers at once in a pool that holds them without preemption."""
     from benchmarks.sim import PLUGIN, Geometry, Simulator

@@ -109,7 +109,9 @@ METRICS: tuple[MetricSpec, ...] = (
         {**_KIND, **_CLS},
     ),
     _spec("gauge", "pool_blocks", "Blocks in the KV cache pool."),
-    _spec("gauge", "swa_share", "Share of the pool that cached sliding-window blocks hold."),
+    _spec(
+        "gauge", "swa_share", "Limit: share of the pool that cached sliding-window blocks may hold."
+    ),
     _spec("gauge", "degraded", "1 when the plugin was asked for and the engine runs without it."),
     _spec(
         "gauge",

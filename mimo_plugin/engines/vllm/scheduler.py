@@ -8,14 +8,18 @@ so overlap of scheduling and execution is never lost.
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 from typing import Any
 
 from mimo_plugin.config import SECTION, MimoConfig, parse_config
+from mimo_plugin.engines.vllm.kv.backend import why_backend_unsafe
 from mimo_plugin.engines.vllm.kv.bind import kv_feature
 from mimo_plugin.engines.vllm.kv.settings import KvSettings, resolve_settings
-from mimo_plugin.engines.vllm.register import log_active
+from mimo_plugin.engines.vllm.register import LOGGER_NAME, log_active
 from mimo_plugin.errors import ConfigError
+
+logger = logging.getLogger(LOGGER_NAME)
 
 
 class SchedulerExtension:
@@ -66,6 +70,7 @@ def make_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
     """What ``scheduler_cls`` names: called by the EngineCore with the scheduler's arguments.
 
     Raises:
+        ConfigError: there is no ``mimo`` section, or a setting does not fit the model.
         FeatureUnavailable: a feature that was asked for does not fit this model.
     """
     raw = (vllm_config.additional_config or {}).get(SECTION)
@@ -75,6 +80,10 @@ def make_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
             f"scheduler_cls is {__name__}.make_scheduler but additional_config has no 'mimo' "
             "section; start with --plugin mimo instead of naming the class"
         )
+    unsafe = why_backend_unsafe(vllm_config)
+    if unsafe is not None:
+        # Not ours to refuse: stock would start as well. But wrong numbers must not come silently.
+        logger.error("attention backend: %s", unsafe)
     settings = resolve_settings(config.kv, vllm_config) if "kv" in config.features else None
     base = base_class(vllm_config, config.user_scheduler_cls)
     scheduler = build(base, settings, vllm_config, *args, **kwargs)

@@ -45,7 +45,9 @@ class RequestState:
     wake_tokens: int = 0
     #: window boundary up to which SWA blocks were given back
     released_tokens: int = -1
+    #: whether SWA blocks of the last boundary's window are held back, and from where on again
     holds: bool = True
+    resume_hold_tokens: int = 0
     #: full blocks not hashed because an equal block was resident: [first, stop) ranges
     skipped: list[range] = field(default_factory=list)
 
@@ -379,22 +381,20 @@ class MimoCoordinator(HybridKVCacheCoordinator):  # type: ignore[misc]
         for state in self.states.values():
             state.skipped.clear()
 
-    def release_holds(self, request_id: str | None = None) -> bool:
-        """Give up held windows (of one request, or of all): True when any was held."""
-        states = self.states.values() if request_id is None else [self.states.get(request_id)]
-        released = False
-        for state in states:
-            if state is not None and state.holds:
-                state.holds = False
-                released = True
-        return released
+    def release_hold(self, request_id: str) -> bool:
+        """Free what ``request_id`` holds beyond its window; True when it held anything.
 
-    def drop_held_blocks(self, state: RequestState) -> None:
-        """Free what ``state``'s request holds beyond its window (its hold was released)."""
+        It holds again from the next boundary on, when a whole window is at hand anew.
+        """
+        state = self.states.get(request_id)
+        if state is None or state.request is None or not state.holds:
+            return False
+        state.holds = False
+        state.resume_hold_tokens = max(state.released_tokens, state.computed_tokens) + 1
         request = state.request
-        if request is not None:
-            processed = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
-            self.remove_skipped_blocks(request.request_id, processed, request.num_prompt_tokens)
+        processed = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
+        self.remove_skipped_blocks(request_id, processed, request.num_prompt_tokens)
+        return True
 
     def remove_skipped_blocks(
         self,
@@ -409,9 +409,11 @@ class MimoCoordinator(HybridKVCacheCoordinator):  # type: ignore[misc]
         state = self.states.get(request_id)
         tokens = processed_computed_tokens
         if state is not None:
+            unit = self.scheduler_block_size
+            if not state.holds and tokens // unit * unit >= state.resume_hold_tokens:
+                state.holds = True
             if state.holds:
                 cacheable = tokens - self.num_reprefillable_tokens - self._lookahead
-                unit = self.scheduler_block_size
                 tokens = max(0, min(tokens, cacheable // unit * unit - self._hold_back))
             if tokens <= state.released_tokens:
                 return

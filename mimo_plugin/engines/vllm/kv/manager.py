@@ -51,13 +51,13 @@ class MimoKVCacheManager(KVCacheManager):  # type: ignore[misc]
         """As upstream; before a running request is refused, held windows are given up."""
         blocks = super().allocate_slots(request, *args, **kwargs)
         if blocks is None and request.status == RequestStatus.RUNNING:
-            coordinator = self.coordinator
-            if coordinator.release_holds(request.request_id):
-                blocks = super().allocate_slots(request, *args, **kwargs)
-            if blocks is None and coordinator.release_holds():
-                for state in list(coordinator.states.values()):
-                    coordinator.drop_held_blocks(state)
-                blocks = super().allocate_slots(request, *args, **kwargs)
+            # Its own hold first, then those of the requests admitted last, as few as it takes.
+            others = [r for r in reversed(self.coordinator.states) if r != request.request_id]
+            for request_id in (request.request_id, *others):
+                if self.coordinator.release_hold(request_id):
+                    blocks = super().allocate_slots(request, *args, **kwargs)
+                    if blocks is not None:
+                        break
         return blocks
 
     def record_prefix_cache_stats(self, request: Any, num_hits: int) -> None:
