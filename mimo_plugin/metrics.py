@@ -110,7 +110,7 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     _spec("gauge", "pool_blocks", "Blocks in the KV cache pool."),
     _spec(
-        "gauge", "swa_share", "Limit: share of the pool that cached sliding-window blocks may hold."
+        "gauge", "swa_share", "Largest share of the pool for cached sliding-window blocks."
     ),
     _spec("gauge", "degraded", "1 when the plugin was asked for and the engine runs without it."),
     _spec(
