@@ -109,9 +109,7 @@ METRICS: tuple[MetricSpec, ...] = (
         {**_KIND, **_CLS},
     ),
     _spec("gauge", "pool_blocks", "Blocks in the KV cache pool."),
-    _spec(
-        "gauge", "swa_share", "Largest share of the pool for cached sliding-window blocks."
-    ),
+    _spec("gauge", "swa_share", "Largest share of the pool for cached sliding-window blocks."),
     _spec("gauge", "degraded", "1 when the plugin was asked for and the engine runs without it."),
     _spec(
         "gauge",

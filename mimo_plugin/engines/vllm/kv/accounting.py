@@ -3,11 +3,17 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from mimo_plugin.core.tree import Node
 from mimo_plugin.engines.vllm.kv.lookup import spine_hashes
 from mimo_plugin.metrics import MetricsBuffer
+
+logger = logging.getLogger("vllm.mimo_plugin")
+
+#: requests whose hit was trimmed, one after another, before it is worth a line in the log
+TRIMMED_WARNING = 256
 
 NO_CHECKPOINT = "no_checkpoint"
 CHECKPOINT_EVICTED = "checkpoint_evicted"
@@ -22,6 +28,7 @@ class Accounting:
     def __init__(self, coordinator: Any) -> None:
         self.coordinator = coordinator
         self.buffer = MetricsBuffer()
+        self._trimmed_in_a_row = 0
         self._last_gauges: dict[tuple[str, str], int] = {}
         coordinator.order.on_evict = self._evicted
         self.buffer.set("pool_blocks", coordinator.block_pool.num_gpu_blocks)
@@ -41,6 +48,20 @@ class Accounting:
         if full_tokens > hit_tokens:
             reason = self.trim_reason(request, hit_tokens, full_tokens)
             buffer.inc("trimmed_tokens", full_tokens - hit_tokens, reason=reason)
+            self._warn_when_nothing_hits(reason)
+        elif hit_tokens:
+            self._trimmed_in_a_row = 0
+
+    def _warn_when_nothing_hits(self, reason: str) -> None:
+        """Say it once when prefixes are cached but no request can use any of them."""
+        self._trimmed_in_a_row += 1
+        if self._trimmed_in_a_row == TRIMMED_WARNING:
+            logger.warning(
+                "mimo kv: %d requests in a row found cached prefixes that no checkpoint makes "
+                "usable in full (last reason: %s); see mimo:trimmed_tokens and docs/metrics.md",
+                TRIMMED_WARNING,
+                reason,
+            )
 
     def trim_reason(self, request: Any, hit_tokens: int, full_tokens: int) -> str:
         """Why the hit is shorter than the full-attention prefix that is resident."""

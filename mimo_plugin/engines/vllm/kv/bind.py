@@ -9,7 +9,7 @@ stays patched, and a process that does not ask for the feature never gets here.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from mimo_plugin.core.retention import Ladder, RetentionRule
 from mimo_plugin.core.window import GroupGeometry, draft_swa_groups
 from mimo_plugin.engines.vllm.kv.fit import why_groups_do_not_fit
 from mimo_plugin.engines.vllm.kv.settings import KvSettings
-from mimo_plugin.errors import FeatureUnavailable
+from mimo_plugin.errors import FeatureUnavailable, setting_error
 
 
 @contextmanager
@@ -49,13 +49,14 @@ def kv_feature(settings: KvSettings) -> Iterator[None]:
         SlidingWindowManager,
     )
 
-    from mimo_plugin.engines.vllm.kv.coordinator import MimoCoordinator, group_geometry
+    from mimo_plugin.engines.vllm.kv.coordinator import MimoCoordinator
     from mimo_plugin.engines.vllm.kv.manager import MimoKVCacheManager
     from mimo_plugin.engines.vllm.kv.managers import (
         LeanFullAttentionManager,
         LeanSlidingWindowManager,
     )
     from mimo_plugin.engines.vllm.kv.queue import OrderedBlockPool
+    from mimo_plugin.engines.vllm.kv.state import group_geometry
 
     upstream_scheduler = importlib.import_module("vllm.v1.core.sched.scheduler")
     make_stock_manager = upstream_coordinator.get_manager_for_kv_cache_spec
@@ -79,6 +80,7 @@ def kv_feature(settings: KvSettings) -> Iterator[None]:
             raise FeatureUnavailable(f"feature kv: {reason}")
         coordinator = MimoCoordinator(**kwargs)
         geometry = group_geometry(coordinator)
+        require_room(settings, geometry, kwargs["kv_cache_config"].num_blocks)
         rule = retention_rule(settings, geometry, coordinator.scheduler_block_size)
 
         def make_order(num_blocks: int) -> DeathOrder:
@@ -104,14 +106,41 @@ def kv_feature(settings: KvSettings) -> Iterator[None]:
 def policy(settings: KvSettings, geometry: tuple[GroupGeometry, ...], num_blocks: int) -> Policy:
     """Budgets in blocks for a pool of ``num_blocks``."""
     swa = max(1, int(settings.swa_share * num_blocks))
+    draft = draft_swa_groups(geometry)
     return Policy(
         swa_limit_blocks=swa,
         full_limit_blocks=max(1, num_blocks - swa) if settings.strict_split else None,
         draft_limit_blocks=(
-            max(1, int(settings.draft_share * swa)) if draft_swa_groups(geometry) else None
+            max(checkpoint_blocks([geometry[i] for i in draft]), int(settings.draft_share * swa))
+            if draft
+            else None
         ),
         block_tokens=next(g.block_size_tokens for g in geometry if g.is_full),
     )
+
+
+def checkpoint_blocks(geometry: Iterable[GroupGeometry]) -> int:
+    """Blocks of one checkpoint in the SWA groups of ``geometry``."""
+    return sum(g.window_blocks + g.lookahead_blocks for g in geometry if not g.is_full)
+
+
+def require_room(
+    settings: KvSettings, geometry: tuple[GroupGeometry, ...], num_blocks: int
+) -> None:
+    """Refuse a share of the pool in which not one checkpoint fits.
+
+    Raises:
+        ConfigError: ``kv.swa_share`` of this pool is smaller than a checkpoint.
+    """
+    needed = checkpoint_blocks(geometry)
+    if int(settings.swa_share * num_blocks) < needed:
+        raise setting_error(
+            "kv.swa_share",
+            settings.swa_share,
+            f"at least {needed / num_blocks:.3f}: one checkpoint is {needed} of the pool's "
+            f"{num_blocks} blocks",
+            "raise kv.swa_share, or give the KV cache more memory",
+        )
 
 
 def retention_rule(
@@ -119,9 +148,8 @@ def retention_rule(
 ) -> RetentionRule:
     """Retention for these groups. Derived ladder: a rung costs no more than the span it saves."""
     spine = next(g for g in geometry if g.is_full)
-    checkpoint_blocks = sum(g.window_blocks for g in geometry if not g.is_full)
     num_full = sum(g.is_full for g in geometry)
-    worth_tokens = -(-checkpoint_blocks * spine.block_size_tokens // num_full)
+    worth_tokens = -(-checkpoint_blocks(geometry) * spine.block_size_tokens // num_full)
     smallest = settings.ladder_min_tokens or max(4 * alignment_tokens, worth_tokens)
     return RetentionRule(
         alignment_tokens=alignment_tokens,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
@@ -21,35 +20,9 @@ from mimo_plugin.core import retention
 from mimo_plugin.core.eviction import DeathOrder
 from mimo_plugin.core.retention import RetentionRule, find_message_starts
 from mimo_plugin.core.tree import Node, Path
-from mimo_plugin.core.window import (
-    GroupGeometry,
-    draft_swa_groups,
-    last_safe_boundary,
-)
+from mimo_plugin.core.window import draft_swa_groups, last_safe_boundary
 from mimo_plugin.engines.vllm.kv.checkpoint import collect_window, first_new_end, hash_window
-
-
-@dataclass(slots=True)
-class RequestState:
-    """What the coordinator knows of a running request's cached prefix."""
-
-    request: Any
-    path: Path
-    hit_tokens: int
-    planned_tokens: int
-    cached_tokens: int
-    computed_tokens: int
-    scanned_tokens: int
-    loaded_tokens: int = 0
-    #: computed tokens below which there is nothing new to cache
-    wake_tokens: int = 0
-    #: window boundary up to which SWA blocks were given back
-    released_tokens: int = -1
-    #: whether SWA blocks of the last boundary's window are held back, and from where on again
-    holds: bool = True
-    resume_hold_tokens: int = 0
-    #: full blocks not hashed because an equal block was resident: [first, stop) ranges
-    skipped: list[range] = field(default_factory=list)
+from mimo_plugin.engines.vllm.kv.state import RequestState, group_geometry
 
 
 class MimoCoordinator(HybridKVCacheCoordinator):  # type: ignore[misc]
@@ -429,19 +402,3 @@ class MimoCoordinator(HybridKVCacheCoordinator):  # type: ignore[misc]
         if done:
             self.states.clear()
         return done
-
-
-def group_geometry(coordinator: Any) -> tuple[GroupGeometry, ...]:
-    """Window geometry of each KV cache group, in group order."""
-    return tuple(
-        GroupGeometry(
-            block_size_tokens=manager.block_size,
-            window_tokens=(
-                manager.kv_cache_spec.sliding_window
-                if isinstance(manager.kv_cache_spec, SlidingWindowSpec)
-                else None
-            ),
-            lookahead_blocks=1 if manager.use_eagle else 0,
-        )
-        for manager in coordinator.single_type_managers
-    )
