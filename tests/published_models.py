@@ -11,7 +11,8 @@ def _every(count: int, period: int) -> list[int]:
     return [0 if i == 0 or (i + 1) % period == 0 else 1 for i in range(count)]
 
 
-# MiMo-V2-Flash and MiMo-V2.5: the model repository's config.json (48 layers, 5:1, window 128).
+# MiMo-V2-Flash: values of the configuration class in transformers, under the key names that vLLM's
+# model code reads (48 layers, 5:1, window 128). Not compared with the published config.json.
 MIMO_V2_FLASH: dict[str, Any] = {
     "architectures": ["MiMoV2FlashForCausalLM"],
     "model_type": "mimo_v2_flash",
@@ -43,13 +44,14 @@ MIMO_V2_FLASH_TRANSFORMERS: dict[str, Any] = {
     "sliding_window": 128,
     "dtype": "bfloat16",
 }
+# MiMo-V2.5: the values of Flash with another name and a longer context.
 MIMO_V2_5 = MIMO_V2_FLASH | {
     "architectures": ["MiMoV2OmniForCausalLM"],
     "model_type": "mimo_v2",
     "max_position_embeddings": 1048576,
 }
-# MiMo-V2.5-Pro, from its model card: 70 layers, 10 full, 60 sliding; hidden 6144, 128 heads,
-# 8 KV heads, 192/128.
+# MiMo-V2.5-Pro, from its model card as an article quotes it: 70 layers, 10 full, 60 sliding; hidden
+# 6144, 128 heads, 8 KV heads, 192/128. The number of sliding-window heads is assumed to be Flash's.
 MIMO_V2_5_PRO = MIMO_V2_5 | {
     "architectures": ["MiMoV2ForCausalLM"],
     "hidden_size": 6144,

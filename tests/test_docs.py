@@ -34,6 +34,8 @@ WRITTEN = [
 ]
 PAGES = [*WRITTEN, ROOT / "patches" / "README.md"]
 FIGURES = ("run", "retention")
+#: read as text: importing it needs the engine
+ACCOUNTING = ROOT / "mimo_plugin" / "engines" / "vllm" / "kv" / "accounting.py"
 
 
 def page(name):
@@ -182,16 +184,36 @@ def test_reasons_kinds_and_classes():
     assert set(first_column(works, "ranks")) == set(AGEING)
 
 
+def test_reasons_are_tried_in_the_stated_order():
+    (tried,) = [
+        node
+        for node in ast.walk(ast.parse(ACCOUNTING.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name == "trim_reason"
+    ]
+    last_return = {
+        node.value.id.lower(): node.lineno
+        for node in sorted(
+            (n for n in ast.walk(tried) if isinstance(n, ast.Return)), key=lambda n: n.lineno
+        )
+        if isinstance(node.value, ast.Name)
+    }
+    assert first_column(page("metrics.md"), "reasons") == sorted(last_return, key=last_return.get)
+
+
 def test_ranks_age_in_the_stated_order():
     speed = {"slowest": 0, "faster": 1, "fastest": 2}
     rows = table(page("how-it-works-kv.md"), "ranks")
     stated = {row[0].strip("`"): speed[row[2]] for row in rows}
     levels = sorted(set(AGEING.values()))
     assert {rank: levels.index(weight) for rank, weight in AGEING.items()} == stated
+    weights = {row[0].strip("`"): row[3].partition("^") for row in rows}
+    assert {r: int(base) ** int(power or 1) for r, (base, _, power) in weights.items()} == AGEING
 
 
 def test_numbers_that_are_quoted_from_the_code():
     assert f"{MAX_OBSERVATIONS:,} per series" in page("limits.md")
+    (trimmed,) = re.findall(r"^TRIMMED_WARNING = (\d+)$", ACCOUNTING.read_text(), re.MULTILINE)
+    assert f"When {trimmed} requests in a row" in page("metrics.md")
     (hits,) = [spec for spec in METRICS if spec.name == "hit_length_tokens"]
     assert (hits.buckets[1], hits.buckets[-1]) == (64, 2**20)
     compatibility, pyproject = page("compatibility.md"), (ROOT / "pyproject.toml").read_text()
