@@ -52,8 +52,8 @@ class KvConfig:
             model's geometry.
         ladder_growth: a rung's distance is at most
             ``max(ladder_min_tokens, ladder_growth * position)``, 0 < x <= 1.
-        draft_share: largest share of the cached sliding-window blocks that the draft model's
-            groups may hold, 0 <= x <= 1.
+        draft_share: largest share of the sliding-window budget (swa_share of the pool) that the
+            draft model's groups may hold, 0 <= x <= 1.
         memoise: remember the hit of a waiting request and re-check only its boundary.
     """
 

@@ -17,8 +17,9 @@ checkpoint never before the spans below it, so what survives is always a usable 
 
 from __future__ import annotations
 
+import heapq
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from mimo_plugin.core import retention
 from mimo_plugin.core.candidates import Policy
@@ -140,12 +141,15 @@ class DeathOrder(SpanLedger):
 
     def free_ids(self) -> list[int]:
         """All free blocks, roughly in order of death (not exact past the doomed ones)."""
-        out = list(reversed(self._empty)) + list(self._doomed)
-        nodes = sorted(self.tree.subtree(self.tree.root), key=lambda n: (n.clock, -n.tokens))
-        for node in nodes:
-            out.extend(node.free_swa)
-            out.extend(node.free_full)
-        return out
+        return list(self.iter_free())
+
+    def iter_free(self) -> Iterator[int]:
+        """:meth:`free_ids`, block by block."""
+        yield from reversed(self._empty)
+        yield from self._doomed
+        for node in sorted(self.tree.subtree(self.tree.root), key=lambda n: (n.clock, -n.tokens)):
+            yield from node.free_swa
+            yield from node.free_full
 
     def clear(self) -> None:
         """Prefix cache reset: every hash is gone; free blocks stay free."""
@@ -294,8 +298,9 @@ class DeathOrder(SpanLedger):
         return True
 
     def _force_deepest(self) -> None:
-        """Nothing can be spared: break a prefix at its deepest free span."""
+        """Nothing can be spared: break prefixes at their deepest free spans, oldest first."""
         nodes = [n for n in self.tree.subtree(self.tree.root) if n.free_full or n.free_swa]
-        node = min(nodes, key=lambda n: (n.clock, -n.tokens))
-        self._doom(node)
-        self._doom_full(node)
+        # Several at once, since finding them means a walk through the whole tree.
+        for node in heapq.nsmallest(64, nodes, key=lambda n: (n.clock, -n.tokens)):
+            self._doom(node)
+            self._doom_full(node)

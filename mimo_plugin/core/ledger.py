@@ -105,7 +105,6 @@ class BlockLedger:
 
     def num_free_full(self, node: Node) -> int:
         """How many of the node's full blocks are free (waiting for death included)."""
-        last = node.full[0][-1:] if node.full else []
-        if last and last[0] in self._doomed:
+        if node.doomed_full:
             return len(node.free_full) + sum(b in self._doomed for b in node.full[0])
         return len(node.free_full)

@@ -179,6 +179,7 @@ class SpanLedger(BlockLedger):
             # The deepest block first, so that what is left of the span stays a prefix.
             for block_id in sorted_by_position(node):
                 self._doomed[block_id] = None
+            node.doomed_full = True
             self._live_full -= len(node.free_full)
             node.free_full.clear()
 
@@ -216,6 +217,7 @@ class SpanLedger(BlockLedger):
         for block_id in back:
             del doomed[block_id]
             node.free_full[block_id] = None
+        node.doomed_full = False
         self._live_full += len(back)
         for block_id in node.swa or ():
             if block_id in doomed and owner[block_id] is node:

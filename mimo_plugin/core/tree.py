@@ -29,6 +29,7 @@ class Node:
         "cls",
         "created_s",
         "dead",
+        "doomed_full",
         "free_full",
         "free_swa",
         "full",
@@ -58,6 +59,8 @@ class Node:
         self.lasting = False
         self.had_checkpoint = False
         self.dead = False
+        #: some of the full blocks may be waiting for death instead of in free_full
+        self.doomed_full = False
         self.clock = 0
         self.used = 0
         self.stamp = 0
@@ -197,7 +200,8 @@ class CheckpointTree:
                     del node.free_full[block_id]
                     upper.free_full[block_id] = None
         parent.children.discard(node)
-        parent.children.add(upper)
+        if not node.dead:
+            parent.children.add(upper)
         upper.children.add(node)
         node.parent = upper
         if self.on_split is not None:

@@ -48,7 +48,8 @@ class Accounting:
         if full_tokens > hit_tokens:
             reason = self.trim_reason(request, hit_tokens, full_tokens)
             buffer.inc("trimmed_tokens", full_tokens - hit_tokens, reason=reason)
-            self._warn_when_nothing_hits(reason)
+            if reason not in (DRAFT_LOOKAHEAD, BELOW_BLOCK):
+                self._warn_when_nothing_hits(reason)
         elif hit_tokens:
             self._trimmed_in_a_row = 0
 

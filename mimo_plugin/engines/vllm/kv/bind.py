@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from math import ceil
 from typing import Any
 
 from mimo_plugin.core.candidates import Policy
@@ -137,8 +138,8 @@ def require_room(
         raise setting_error(
             "kv.swa_share",
             settings.swa_share,
-            f"at least {needed / num_blocks:.3f}: one checkpoint is {needed} of the pool's "
-            f"{num_blocks} blocks",
+            f"at least {ceil(1000 * needed / num_blocks) / 1000}: one checkpoint takes {needed} of "
+            f"the pool's {num_blocks} blocks",
             "raise kv.swa_share, or give the KV cache more memory",
         )
 

@@ -8,6 +8,7 @@ already are not cached twice.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -290,7 +291,36 @@ class MimoCoordinator(HybridKVCacheCoordinator):  # type: ignore[misc]
     def finish(self, request: Any) -> None:
         """Keep the window at the end of what ``request`` computed, before its blocks are freed."""
         state = self.states.pop(request.request_id, None)
-        if state is None or state.request is None or not state.cached_tokens:
+        if state is not None and state.request is not None:
+            self._forget_uncomputed(state)
+            self._seal_end(state)
+
+    def _forget_uncomputed(self, state: RequestState) -> None:
+        """Take back what was hashed ahead of a step that will not run.
+
+        Blocks are hashed when they are allocated. A request that is preempted in the very step it
+        was scheduled in (priority scheduling) has hashed blocks whose KV is never computed.
+        """
+        request, pool = state.request, self.block_pool
+        computed = request.num_computed_tokens
+        if state.cached_tokens <= computed:
+            return
+        state.cached_tokens = state.planned_tokens = computed
+        stale = {
+            block.block_id
+            for gid in (*self.full_ids, *self.swa_ids)
+            for block in self._own_blocks(request, gid, computed)
+            if block.block_hash is not None and block.ref_cnt == 1
+        }
+        pool.evict_blocks(stale)
+
+    def _own_blocks(self, request: Any, gid: int, from_tokens: int) -> list[Any]:
+        manager = self.single_type_managers[gid]
+        table = manager.req_to_blocks.get(request.request_id, [])
+        return [b for b in table[from_tokens // manager.block_size :] if not b.is_null]
+
+    def _seal_end(self, state: RequestState) -> None:
+        if not state.cached_tokens:
             return
         end = last_safe_boundary(self.geometry, self.scheduler_block_size, state.cached_tokens)
         self._repair(state)
@@ -362,6 +392,8 @@ class MimoCoordinator(HybridKVCacheCoordinator):  # type: ignore[misc]
         state = self.states.get(request_id)
         if state is None or state.request is None or not state.holds:
             return False
+        if state.request.is_finished():
+            return False  # a connector may still be reading its blocks
         state.holds = False
         state.resume_hold_tokens = max(state.released_tokens, state.computed_tokens) + 1
         request = state.request
@@ -385,6 +417,11 @@ class MimoCoordinator(HybridKVCacheCoordinator):  # type: ignore[misc]
             unit = self.scheduler_block_size
             if not state.holds and tokens // unit * unit >= state.resume_hold_tokens:
                 state.holds = True
+            if state.holds and state.request is not None and state.request.is_finished():
+                # A connector is about to be given the block table: it must be stock's.
+                self._seal_end(state)
+                state.holds = False
+                state.resume_hold_tokens = sys.maxsize
             if state.holds:
                 cacheable = tokens - self.num_reprefillable_tokens - self._lookahead
                 tokens = max(0, min(tokens, cacheable // unit * unit - self._hold_back))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import dropwhile, islice
 from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
@@ -68,11 +69,10 @@ class OrderedFreeQueue:
 
     def iter_blocks_after(self, block: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
         """Free blocks after ``block`` in that order (all when it is None or no longer free)."""
-        ids = self.order.free_ids()
-        start = 0
-        if block is not None and block.block_id in ids:
-            start = ids.index(block.block_id) + 1
-        return (self.blocks[i] for i in ids[start:])
+        ids = self.order.iter_free()
+        if block is not None and block.ref_cnt == 0 and not block.is_null:
+            ids = islice(dropwhile(lambda i: i != block.block_id, ids), 1, None)
+        return (self.blocks[i] for i in ids)
 
 
 class OrderedBlockPool(BlockPool):  # type: ignore[misc]
