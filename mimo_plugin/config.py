@@ -57,7 +57,7 @@ class KvConfig:
         memoise: remember the hit of a waiting request and re-check only its boundary.
     """
 
-    swa_share: float = 0.5
+    swa_share: float = 0.6
     strict_split: bool = False
     classes: tuple[str, ...] = CHECKPOINT_CLASSES
     message_start_token_ids: tuple[int, ...] | None = None

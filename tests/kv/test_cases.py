@@ -196,7 +196,7 @@ def test_b08_share_of_the_draft_group(share: float) -> None:
     cached = kv.cached_by_group()
     assert cached[7] > 0
     # Blocks that wait to be reused still carry a hash: at most those of one checkpoint.
-    assert cached[7] <= share * 0.5 * 12_000 + 129, cached
+    assert cached[7] <= share * settings.swa_share * 12_000 + 129, cached
 
 
 # -- eviction ------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from vllm.v1.request import RequestStatus
 
 from mimo_plugin.engines.vllm.kv.settings import KvSettings
 from tests.kv.harness import Group, KvHarness, full, swa
@@ -129,3 +130,28 @@ def test_found_history(story: str) -> None:
     for operation in operations:
         history.play(*operation)
     history.check_handing_out()
+
+
+@pytest.mark.parametrize("last_chunk", [False, True])
+def test_preempted_in_the_step_it_was_scheduled_in(last_chunk: bool) -> None:
+    """Priority scheduling may take back a chunk that was allocated and hashed, but never ran."""
+    kv = KvHarness((full(16), swa(16, 64)), 2000, plugin=KvSettings())
+    request = kv.request(range(1000, 2000))
+    kv.admit(request, 128)
+    while last_chunk and request.num_tokens - request.num_computed_tokens > 128:
+        kv.step(request, 128)
+    computed = request.num_computed_tokens
+    kv.manager.allocate_slots(request, min(128, request.num_tokens - computed))
+    kv.preempt(request)
+    blocks, hit, _ = kv.look_up(request)
+    kv.check_contents(request, blocks, hit)
+    assert 0 < hit <= computed
+
+
+def test_a_finished_request_s_blocks_are_not_released_under_a_connector() -> None:
+    """While a connector delays the free, another request in need must not take held blocks."""
+    kv = plugin(blocks=60)
+    request = kv.request(range(100, 130))
+    kv.admit(request, 30)
+    request.status = RequestStatus.FINISHED_STOPPED
+    assert not kv.coordinator.release_hold(request.request_id)

@@ -20,7 +20,7 @@ _PROBE_TEXT = "mimoprobe"
 class KvSettings:
     """``KvConfig`` made concrete; see ``config.py`` for the meaning of each field."""
 
-    swa_share: float = 0.5
+    swa_share: float = 0.6
     strict_split: bool = False
     classes: tuple[str, ...] = retention.CLASSES
     message_start_token_ids: frozenset[int] = frozenset()
