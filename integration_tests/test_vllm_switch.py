@@ -207,7 +207,7 @@ def test_offline_fault_is_an_exception_with_the_same_line(tiny_model):
         "from vllm import LLM\n"
         "from mimo_plugin.errors import ConfigError\n"
         "try:\n"
-        "    LLM(sys.argv[1], additional_config={'mimo': {'kv': {'ordre': 'lru'}}})\n"
+        "    LLM(sys.argv[1], additional_config={'mimo': {'kv': {'swa_shar': 'lru'}}})\n"
         "except ConfigError as error:\n"
         "    sys.exit(f'refused: {error}')\n"
     )
@@ -220,7 +220,7 @@ def test_offline_fault_is_an_exception_with_the_same_line(tiny_model):
         check=False,
     )
     assert done.returncode == 1
-    assert "did you mean 'order'?" in done.stderr.strip().splitlines()[-1]
+    assert "did you mean 'swa_share'?" in done.stderr.strip().splitlines()[-1]
     assert "Traceback" not in done.stderr
 
 

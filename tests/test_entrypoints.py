@@ -289,9 +289,9 @@ def test_the_command_gets_one_line_and_a_failing_exit(engine_args, monkeypatch):
     entrypoints.register_vllm()
     monkeypatch.setitem(sys.modules, "vllm.entrypoints.cli.main", types.ModuleType("m"))
     with pytest.raises(SystemExit) as caught:
-        engine_args({"mimo": {"kv": {"ordr": "lru"}}}).create_engine_config()
+        engine_args({"mimo": {"kv": {"swa_shar": "lru"}}}).create_engine_config()
     assert isinstance(caught.value.code, str)
-    assert "did you mean 'order'?" in caught.value.code
+    assert "did you mean 'swa_share'?" in caught.value.code
 
 
 def test_bad_setting_is_reported_before_the_model_is_read(engine_args):

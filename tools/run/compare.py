@@ -255,10 +255,8 @@ def table(figures: Mapping[str, Any]) -> list[list[str]]:
     ]
     bound = figures["unlimited_recomputed_tokens"]
     rows.append(["unlimited cache recomputes", f"{bound:,}", "", f"{figures['bound_ratio']:.3f}"])
-    rows += [
-        [f"trimmed: {reason}", "", f"{tokens:,}", ""]
-        for reason, tokens in figures["trimmed_tokens"].items()
-    ]
+    trimmed = figures["trimmed_tokens"] or {"nothing": 0}
+    rows += [[f"trimmed: {reason}", "", f"{tokens:,}", ""] for reason, tokens in trimmed.items()]
     identical, total = figures["identical_requests"], stock["requests"]
     rows.append(["identical answers", "", f"{identical} of {total}", ""])
     return rows
