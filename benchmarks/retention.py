@@ -28,8 +28,8 @@ MIXES: dict[str, Mix] = {"mix": MIX, "long": LONG}
 RUNS = (("mix", 12_000), ("mix", 5_000), ("long", 12_000))
 POLICIES = ("stock0", "stock1024", "dense", "plugin", "bound")
 COST_LENGTHS = (65_536, 262_144, 1_048_576)
-#: requests of a trace that are replayed, and the blocks of its pool
-TRACE_REQUESTS, TRACE_BLOCKS = 1200, 20_000
+#: blocks of the pool that a trace is replayed on
+TRACE_BLOCKS = 20_000
 
 
 @dataclass(frozen=True)
@@ -265,6 +265,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="one seed of one workload")
     parser.add_argument("--seeds", type=int, default=5, help="seeds 0..N-1 (default 5)")
     parser.add_argument("--traces", type=Path, help="folder with Mooncake-style *.jsonl traces")
+    parser.add_argument("--trace-requests", type=int, default=400, help="head of each trace")
     parser.add_argument("--workers", type=int, default=min(2, os.cpu_count() or 1))
     arguments = parser.parse_args(argv)
 
@@ -286,7 +287,8 @@ def main(argv: list[str] | None = None) -> int:
         trace_results: list[Result] = []
         if arguments.traces is not None:
             paths = sorted(arguments.traces.glob("*.jsonl"))
-            trace_jobs = [(str(p), policy, TRACE_REQUESTS) for p in paths for policy in POLICIES]
+            count = arguments.trace_requests
+            trace_jobs = [(str(p), policy, count) for p in paths for policy in POLICIES]
             trace_results = list(pool.map(run_trace, trace_jobs))
     print(file=sys.stderr)
 
