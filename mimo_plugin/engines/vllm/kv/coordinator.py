@@ -312,6 +312,12 @@ class MimoCoordinator(HybridKVCacheCoordinator):  # type: ignore[misc]
             for block in self._own_blocks(request, gid, computed)
             if block.block_hash is not None and block.ref_cnt == 1
         }
+        for gid in (*self.full_ids, *self.swa_ids):
+            manager = self.single_type_managers[gid]
+            cached = manager.num_cached_block.get(request.request_id, 0)
+            manager.num_cached_block[request.request_id] = min(
+                cached, computed // manager.block_size
+            )
         pool.evict_blocks(stale)
 
     def _own_blocks(self, request: Any, gid: int, from_tokens: int) -> list[Any]:
