@@ -17,7 +17,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+_QUIET = "VLLM_LOGGING_LEVEL" not in os.environ
+if _QUIET:
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
 
 import torch  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
@@ -42,6 +44,10 @@ from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 from benchmarks.workloads import FIRST_TOKEN, LAST_TOKEN, MESSAGE_START, Session  # noqa: E402
 from mimo_plugin.engines.vllm.kv.settings import KvSettings  # noqa: E402
 from mimo_plugin.engines.vllm.scheduler import build  # noqa: E402
+
+if _QUIET:
+    # vLLM has read it; engines that this process starts must log as usual.
+    del os.environ["VLLM_LOGGING_LEVEL"]
 
 HASH = get_hash_fn_by_name("sha256")
 init_none_hash(HASH)
