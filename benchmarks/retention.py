@@ -328,6 +328,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     # Output tokens and system prompts hash equally in every worker.
     os.environ.setdefault("PYTHONHASHSEED", "0")
     sys.exit(main())

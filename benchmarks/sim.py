@@ -8,7 +8,6 @@ model's forward pass is left out, and the output tokens are drawn from a seeded 
 from __future__ import annotations
 
 import json
-import os
 import random
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -17,37 +16,29 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-_QUIET = "VLLM_LOGGING_LEVEL" not in os.environ
-if _QUIET:
-    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-
-import torch  # noqa: E402
-from vllm import SamplingParams  # noqa: E402
-from vllm.engine.arg_utils import EngineArgs  # noqa: E402
-from vllm.utils.hashing import get_hash_fn_by_name  # noqa: E402
-from vllm.v1.core.kv_cache_utils import (  # noqa: E402
+import torch
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import (
     get_request_block_hasher,
     init_none_hash,
     make_block_hash_with_group_id,
 )
-from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
-from vllm.v1.kv_cache_interface import (  # noqa: E402
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
-from vllm.v1.request import Request  # noqa: E402
-from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
 
-from benchmarks.workloads import FIRST_TOKEN, LAST_TOKEN, MESSAGE_START, Session  # noqa: E402
-from mimo_plugin.engines.vllm.kv.settings import KvSettings  # noqa: E402
-from mimo_plugin.engines.vllm.scheduler import build  # noqa: E402
-
-if _QUIET:
-    # vLLM has read it; engines that this process starts must log as usual.
-    del os.environ["VLLM_LOGGING_LEVEL"]
+from benchmarks.workloads import FIRST_TOKEN, LAST_TOKEN, MESSAGE_START, Session
+from mimo_plugin.engines.vllm.kv.settings import KvSettings
+from mimo_plugin.engines.vllm.scheduler import build
 
 HASH = get_hash_fn_by_name("sha256")
 init_none_hash(HASH)
