@@ -235,7 +235,6 @@ class DeathOrder(SpanLedger):
     def used(self, node: Node) -> None:
         """A request resumed from ``node``'s checkpoint: it and all below it were useful now."""
         stamp = self._stamp()
-        node.used += 1
         node.clock = stamp
         self._classify(node)
         for ancestor in node.ancestors():

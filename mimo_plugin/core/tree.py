@@ -40,7 +40,6 @@ class Node:
         "superseded",
         "swa",
         "tokens",
-        "used",
     )
 
     def __init__(self, parent: Node | None, tokens: int, num_full_groups: int) -> None:
@@ -62,7 +61,6 @@ class Node:
         #: some of the full blocks may be waiting for death instead of in free_full
         self.doomed_full = False
         self.clock = 0
-        self.used = 0
         self.stamp = 0
         self.created_s = 0.0
 
@@ -187,7 +185,7 @@ class CheckpointTree:
         parent = node.parent
         assert parent is not None and parent.tokens < at_tokens < node.tokens
         upper = Node(parent, at_tokens, len(self.full_groups))
-        upper.clock, upper.used, upper.dead = node.clock, node.used, node.dead
+        upper.clock, upper.dead = node.clock, node.dead
         upper.created_s = node.created_s
         for group, ids in enumerate(node.full):
             cut = self.full_end(group, at_tokens) - self.full_end(group, parent.tokens)

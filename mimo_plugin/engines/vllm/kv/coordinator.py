@@ -61,7 +61,6 @@ class MimoCoordinator(HybridKVCacheCoordinator):  # type: ignore[misc]
         self.refused: dict[str, int] = {}
         self.deduplicated_blocks = 0
         self._hold_back = self.scheduler_block_size if retention.TAIL in rule.classes else 0
-        self._lookahead = max(g.lookahead_blocks * g.block_size_tokens for g in self.geometry)
         #: tokens of full attention that a hit needs past its own end (draft models)
         self.full_lookahead_tokens = max(
             self.geometry[i].lookahead_blocks * self.geometry[i].block_size_tokens
@@ -429,7 +428,8 @@ class MimoCoordinator(HybridKVCacheCoordinator):  # type: ignore[misc]
                 state.holds = False
                 state.resume_hold_tokens = sys.maxsize
             if state.holds:
-                cacheable = tokens - self.num_reprefillable_tokens - self._lookahead
+                lookahead = self.rule.lookahead_tokens
+                cacheable = tokens - self.num_reprefillable_tokens - lookahead
                 tokens = max(0, min(tokens, cacheable // unit * unit - self._hold_back))
             if tokens <= state.released_tokens:
                 return
