@@ -12,12 +12,25 @@ validated the settings can hand exactly those to the others.
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any
 
+from mimo_plugin.config_values import (
+    Validator,
+    boolean,
+    listing,
+    number,
+    one_of,
+    refuse_unknown,
+    section,
+    subset,
+    token_ids_or_none,
+    tokens_or_none,
+    whole,
+)
+from mimo_plugin.core.affinity import MODES
 from mimo_plugin.errors import ConfigError, FeatureUnavailable, nearest, setting_error
 from mimo_plugin.features import FEATURES, available, defaults
 
@@ -68,6 +81,48 @@ class KvConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LaneConfig:
+    """At most ``max_prefills`` concurrent prefills with more than ``over_tokens`` tokens left."""
+
+    over_tokens: int
+    max_prefills: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Settings of the feature ``scheduler``.
+
+    Attributes:
+        mode: order of the waiting queue, one of ``core.affinity.MODES``; ``fcfs`` keeps the order
+            of the engine and defers nothing (the metrics remain).
+        age_credit: prefill tokens of credit that a waiting request gets per token that the engine
+            processes, >= 0; the smaller, the more short work passes long work.
+        hit_weight: how much a cached token that would have to be computed again if it were
+            evicted counts against one that has to be computed anyway, >= 0.
+        max_wait_s: waiting time in seconds after which nothing passes a request any more, > 0.
+        dedupe: requests wait for a running prefill that computes what they miss.
+        lanes: limits for concurrent long prefills, ascending by ``over_tokens``.
+        lane_share: share of a step's tokens for all prefills of the lanes together while shorter
+            work is there, 0 < x < 1.
+        scan_requests: most look-ups for scoring in one step, >= 1.
+        calibrate: adapt the prefill cost of the model's geometry to measured step times.
+    """
+
+    mode: str = "cost"
+    age_credit: float = 0.25
+    hit_weight: float = 50.0
+    max_wait_s: float = 120.0
+    dedupe: bool = True
+    lanes: tuple[LaneConfig, ...] = (
+        LaneConfig(over_tokens=65_536, max_prefills=2),
+        LaneConfig(over_tokens=262_144, max_prefills=1),
+    )
+    lane_share: float = 0.5
+    scan_requests: int = 64
+    calibrate: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
 class MimoConfig:
     """What one engine runs with, the same in each of its processes.
 
@@ -77,6 +132,7 @@ class MimoConfig:
             model are left out).
         strict: a feature that can't run stops start-up.
         kv: settings of the feature ``kv``.
+        scheduler: settings of the feature ``scheduler``.
         user_scheduler_cls: dotted path of the scheduler class that the user had set, which ours
             composes with.
         plugin_version: version of the plugin that validated this; empty before validation.
@@ -89,6 +145,7 @@ class MimoConfig:
     explicit: bool
     strict: bool = True
     kv: KvConfig = field(default_factory=KvConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     user_scheduler_cls: str | None = None
     plugin_version: str = ""
     engine_label: str = ""
@@ -96,15 +153,21 @@ class MimoConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-able section that ``parse_config`` turns back into an equal object."""
-        section: dict[str, Any] = {"features": list(self.features)}
-        if "kv" in self.features:
-            section["kv"] = {
-                f.name: list(value) if isinstance(value, tuple) else value
-                for f in fields(self.kv)
-                for value in (getattr(self.kv, f.name),)
-            }
-        section.update({key: getattr(self, name) for key, name in _INTERNAL.items()})
-        return section
+        out: dict[str, Any] = {"features": list(self.features)}
+        for name in _SECTIONS:
+            if name in self.features:
+                out[name] = _jsonable(asdict(getattr(self, name)))
+        out.update({key: getattr(self, name) for key, name in _INTERNAL.items()})
+        return out
+
+
+def _jsonable(value: Any) -> Any:
+    """Tuples become lists, as in JSON."""
+    if isinstance(value, dict):
+        return {key: _jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(item) for item in value]
+    return value
 
 
 # What the validating process adds to the section for the others. Not for users, hence "_".
@@ -116,10 +179,6 @@ _INTERNAL = {
     "_engine_label": "engine_label",
     "_contracts": "contracts",
 }
-
-
-def _section_types() -> dict[str, Callable[[Mapping[str, Any]], Any]]:
-    return {"kv": _parse_kv}
 
 
 def parse_config(raw: Mapping[str, Any] | None, *, environ: Mapping[str, str]) -> MimoConfig | None:
@@ -145,8 +204,7 @@ def parse_config(raw: Mapping[str, Any] | None, *, environ: Mapping[str, str]) -
         )
     if DEGRADED_KEY in raw:
         return None
-    sections = _section_types()
-    _refuse_unknown(SECTION, raw, ("features", *FEATURES), hidden=tuple(_INTERNAL))
+    refuse_unknown(SECTION, raw, ("features", *FEATURES), hidden=tuple(_INTERNAL))
 
     given = tuple(name for name in FEATURES if name in raw)
     wanted = raw.get("features", list(given) if given else AUTO)
@@ -161,7 +219,7 @@ def parse_config(raw: Mapping[str, Any] | None, *, environ: Mapping[str, str]) -
                 f"a list with every feature that has settings, here {name!r}",
                 f"add {name!r} to it or drop the section {SECTION}.{name}",
             )
-    parsed = {name: parse(raw[name]) for name, parse in sections.items() if name in raw}
+    parsed = {name: parse(raw[name]) for name, parse in _SECTIONS.items() if name in raw}
     internal = {attr: raw[key] for key, attr in _INTERNAL.items() if key in raw}
     _check_internal(internal)
     internal.setdefault("explicit", explicit)
@@ -186,7 +244,7 @@ def parse_feature_names(wanted: object) -> tuple[str, ...]:
         FeatureUnavailable: a name of a feature that this version does not have.
     """
     setting = f"{SECTION}.features"
-    allowed = f"{AUTO!r} or a list of names out of {_listing(available('vllm'))}"
+    allowed = f"{AUTO!r} or a list of names out of {listing(available('vllm'))}"
     if isinstance(wanted, str):
         wanted = [part.strip() for part in wanted.split(",")]
     if not isinstance(wanted, (list, tuple)) or not wanted:
@@ -206,19 +264,8 @@ def _require_available(name: str) -> None:
     if FEATURES[name].status != "available":
         raise FeatureUnavailable(
             f"feature {name!r} ({FEATURES[name].title}) is not in this version; "
-            f"available: {_listing(available('vllm'))}; fix: leave {name!r} out"
+            f"available: {listing(available('vllm'))}; fix: leave {name!r} out"
         )
-
-
-def _refuse_unknown(
-    where: str, raw: Mapping[str, Any], known: tuple[str, ...], hidden: tuple[str, ...] = ()
-) -> None:
-    for key in raw:
-        if key in known or key in hidden:
-            continue
-        close = nearest(str(key), known)
-        fix = f"did you mean {close!r}?" if close else "remove it"
-        raise setting_error(f"{where}.{key}", raw[key], f"keys {_listing(known)}", fix)
 
 
 def _check_internal(values: Mapping[str, Any]) -> None:
@@ -238,109 +285,77 @@ def _check_internal(values: Mapping[str, Any]) -> None:
             )
 
 
-def _listing(names: Iterable[str]) -> str:
-    return ", ".join(names)
+# --- sections -------------------------------------------------------------------------------
 
 
-# --- values ---------------------------------------------------------------------------------
-
-
-def _boolean(setting: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise setting_error(setting, value, "true or false", "write true or false without quotes")
-    return value
-
-
-def _share(low_open: bool, high_open: bool) -> Callable[[str, object], float]:
-    allowed = f"a number {'>' if low_open else '>='} 0 and {'<' if high_open else '<='} 1"
-
-    def parse(setting: str, value: object) -> float:
-        number = math.nan
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            with contextlib.suppress(OverflowError):
-                number = float(value)
-        if not math.isfinite(number):
-            raise setting_error(setting, value, allowed, "give a finite number")
-        too_low = number <= 0 if low_open else number < 0
-        too_high = number >= 1 if high_open else number > 1
-        if too_low or too_high:
-            raise setting_error(setting, value, allowed, "give a number in that range")
-        return number
-
-    return parse
-
-
-def _whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _tokens_or_none(setting: str, value: object) -> int | None:
-    if value is None:
-        return None
-    if not _whole(value, 1):
-        raise setting_error(
-            setting,
-            value,
-            "a whole number of tokens >= 1, or null",
-            "null derives it from the model",
-        )
-    return int(value)  # type: ignore[call-overload, no-any-return]
-
-
-def _one_of(names: tuple[str, ...]) -> Callable[[str, object], str]:
-    def parse(setting: str, value: object) -> str:
-        if isinstance(value, str) and value in names:
-            return value
-        close = nearest(value, names) if isinstance(value, str) else None
-        fix = f"did you mean {close!r}?" if close else "use one of them"
-        raise setting_error(setting, value, _listing(names), fix)
-
-    return parse
-
-
-def _classes(setting: str, value: object) -> tuple[str, ...]:
-    allowed = f"a list out of {_listing(CHECKPOINT_CLASSES)}"
-    if not isinstance(value, (list, tuple)) or not value:
-        raise setting_error(setting, value, allowed, "name at least one class")
-    chosen = [_one_of(CHECKPOINT_CLASSES)(setting, item) for item in value]
-    if len(set(chosen)) != len(chosen):
-        raise setting_error(setting, value, allowed, "name each class once")
-    return tuple(name for name in CHECKPOINT_CLASSES if name in chosen)
-
-
-def _token_ids_or_none(setting: str, value: object) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    if not isinstance(value, (list, tuple)) or not all(_whole(item, 0) for item in value):
-        raise setting_error(
-            setting,
-            value,
-            "a list of token ids >= 0, [] for no message boundaries, or null",
-            "null takes them from the tokenizer's chat template",
-        )
-    return tuple(dict.fromkeys(value))
-
-
-_KV_VALUES: dict[str, Callable[[str, object], Any]] = {
-    "swa_share": _share(low_open=True, high_open=True),
-    "strict_split": _boolean,
-    "classes": _classes,
-    "message_start_token_ids": _token_ids_or_none,
-    "ladder_min_tokens": _tokens_or_none,
-    "ladder_growth": _share(low_open=True, high_open=False),
-    "draft_share": _share(low_open=False, high_open=False),
-    "memoise": _boolean,
+_KV_VALUES: dict[str, Validator] = {
+    "swa_share": number(over=0, below=1),
+    "strict_split": boolean,
+    "classes": subset(CHECKPOINT_CLASSES, "class"),
+    "message_start_token_ids": token_ids_or_none,
+    "ladder_min_tokens": tokens_or_none,
+    "ladder_growth": number(over=0, most=1),
+    "draft_share": number(least=0, most=1),
+    "memoise": boolean,
 }
 
 
 def _parse_kv(raw: object) -> KvConfig:
-    where = f"{SECTION}.kv"
-    if not isinstance(raw, Mapping):
-        raise setting_error(
-            where, raw, "an object, {} for all defaults", "write it as a JSON object"
-        )
-    _refuse_unknown(where, raw, tuple(_KV_VALUES))
-    return KvConfig(**{key: _KV_VALUES[key](f"{where}.{key}", value) for key, value in raw.items()})
+    return KvConfig(**section(f"{SECTION}.kv", raw, _KV_VALUES))
+
+
+_LANE_VALUES: dict[str, Validator] = {
+    "over_tokens": whole(1, "tokens"),
+    "max_prefills": whole(1, "prefills"),
+}
+
+
+def _lanes(setting: str, value: object) -> tuple[LaneConfig, ...]:
+    allowed = (
+        'a list of objects {"over_tokens": N, "max_prefills": M}, over_tokens ascending and '
+        "max_prefills not ascending, [] for no lanes"
+    )
+    if not isinstance(value, (list, tuple)):
+        raise setting_error(setting, value, allowed, "write it as a JSON list")
+    lanes = []
+    for index, raw in enumerate(value):
+        values = section(f"{setting}[{index}]", raw, _LANE_VALUES)
+        for key in _LANE_VALUES:
+            if key not in values:
+                raise setting_error(f"{setting}[{index}]", raw, allowed, f"add {key!r}")
+        lanes.append(LaneConfig(**values))
+    for first, second in pairwise(lanes):
+        if second.over_tokens <= first.over_tokens:
+            raise setting_error(setting, value, allowed, "sort the lanes by over_tokens")
+        if second.max_prefills > first.max_prefills:
+            raise setting_error(
+                setting,
+                value,
+                allowed,
+                f"a prefill over {second.over_tokens} tokens also counts in the lane over "
+                f"{first.over_tokens}, which admits {first.max_prefills}; lower max_prefills",
+            )
+    return tuple(lanes)
+
+
+_SCHEDULER_VALUES: dict[str, Validator] = {
+    "mode": one_of(MODES),
+    "age_credit": number(least=0),
+    "hit_weight": number(least=0),
+    "max_wait_s": number(over=0),
+    "dedupe": boolean,
+    "lanes": _lanes,
+    "lane_share": number(over=0, below=1),
+    "scan_requests": whole(1, "requests"),
+    "calibrate": boolean,
+}
+
+
+def _parse_scheduler(raw: object) -> SchedulerConfig:
+    return SchedulerConfig(**section(f"{SECTION}.scheduler", raw, _SCHEDULER_VALUES))
+
+
+_SECTIONS: dict[str, Callable[[object], Any]] = {"kv": _parse_kv, "scheduler": _parse_scheduler}
 
 
 # --- the command-line option ----------------------------------------------------------------
@@ -361,7 +376,7 @@ def parse_plugin_option(text: str) -> tuple[str, ...] | None:
         raise setting_error(
             "--plugin",
             text,
-            f"{SECTION} or {SECTION}:FEATURE[,FEATURE...] with {_listing(available('vllm'))}",
+            f"{SECTION} or {SECTION}:FEATURE[,FEATURE...] with {listing(available('vllm'))}",
             f"use --plugin {SECTION}",
         )
     return parse_feature_names(names) if colon else None
@@ -387,7 +402,7 @@ def merge_plugin_option(
     there = merged.get("features", AUTO)
     if there != AUTO and parse_feature_names(there) != features:
         raise ConfigError(
-            f"--plugin names {_listing(features)} but {SECTION}.features in --additional-config is "
+            f"--plugin names {listing(features)} but {SECTION}.features in --additional-config is "
             f"{there!r}; allowed: the same features in both; fix: keep only one of the two"
         )
     merged["features"] = list(features)

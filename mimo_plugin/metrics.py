@@ -27,6 +27,8 @@ TRIM_REASONS = (
     "draft_lookahead",
 )
 BLOCK_KINDS = ("full", "swa")
+ADMISSION_REASONS = ("arrival", "affinity", "priority", "max_wait", "preempted")
+DEFERRAL_REASONS = ("duplicate", "lane")
 
 Kind = Literal["counter", "gauge", "histogram"]
 
@@ -101,6 +103,25 @@ METRICS: tuple[MetricSpec, ...] = (
         "Prefix look-ups, in full or answered from the memo of a waiting request.",
         {"kind": ("full", "memo")},
     ),
+    _spec(
+        "counter",
+        "scheduler_admissions",
+        "Requests started, by reason: first in order of arrival, moved ahead by the affinity order "
+        "or by priority, overdue (max_wait), or resumed after a preemption.",
+        {"reason": ADMISSION_REASONS},
+    ),
+    _spec(
+        "counter",
+        "scheduler_deferrals",
+        "Requests held back though they were next: a leader computes what they miss, or their "
+        "lane is full.",
+        {"reason": DEFERRAL_REASONS},
+    ),
+    _spec(
+        "counter",
+        "scheduler_guard_steps",
+        "Steps in which others were held back for an overdue request that did not fit yet.",
+    ),
     _spec("counter", "metrics_dropped", "Observations lost because nobody collected them."),
     _spec(
         "gauge",
@@ -110,6 +131,14 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     _spec("gauge", "pool_blocks", "Blocks in the KV cache pool."),
     _spec("gauge", "swa_share", "Largest share of the pool for cached sliding-window blocks."),
+    _spec("gauge", "waiting_uncached_tokens", "Tokens that the waiting requests have to compute."),
+    _spec("gauge", "scheduler_parked_requests", "Waiting requests that wait for a leader."),
+    _spec("gauge", "prefill_tokens_per_s", "Measured prefill speed without context."),
+    _spec(
+        "gauge",
+        "attention_parity_tokens",
+        "Context length at which full attention costs a token as much as all else.",
+    ),
     _spec("gauge", "degraded", "1 when the plugin was asked for and the engine runs without it."),
     _spec(
         "gauge",
@@ -122,6 +151,14 @@ METRICS: tuple[MetricSpec, ...] = (
         "hit_length_tokens",
         "Length of the reused prefix per looked-up request.",
         buckets=(0.0, *(float(2**exponent) for exponent in range(6, 21))),
+    ),
+    _spec(
+        "histogram",
+        "queue_wait_s",
+        "Time from arrival in the queue to the first step, by lane: the number of uncached tokens "
+        "that its requests exceed.",
+        {"lane": ()},
+        buckets=(0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 240, 600),
     ),
     _spec(
         "histogram",
@@ -187,6 +224,17 @@ class MetricsBuffer:
         }
         self._inc, self._set, self._obs = {}, {}, {}
         return payload
+
+
+def merge_payloads(*payloads: dict[str, Any] | None) -> dict[str, Any] | None:
+    """One payload of several buffers' drains; None when all are."""
+    given = [payload for payload in payloads if payload is not None]
+    if len(given) < 2:
+        return given[0] if given else None
+    merged: dict[str, Any] = {"v": PAYLOAD_VERSION}
+    for part in ("inc", "set", "obs"):
+        merged[part] = [row for payload in given for row in payload[part]]
+    return merged
 
 
 def _key(kind: Kind, name: str, labels: Mapping[str, str]) -> _Key:

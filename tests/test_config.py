@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from mimo_plugin import config as cfg
 from mimo_plugin.errors import ConfigError, FeatureUnavailable, MimoError
+from mimo_plugin.features import defaults
 
 
 def parse(raw, environ=None):
@@ -37,18 +38,27 @@ def test_given_up_section_is_off():
 @pytest.mark.parametrize("raw", [{}, {"features": "auto"}])
 def test_plain_request_means_every_default_feature(raw):
     config = parse(raw)
-    assert config.features == ("kv",)
+    assert config.features == defaults("vllm")
     assert not config.explicit
     assert config.strict
     assert config.kv == cfg.KvConfig()
+    assert config.scheduler == cfg.SchedulerConfig()
 
 
 @pytest.mark.parametrize(
-    "raw", [{"features": ["kv"]}, {"features": "kv"}, {"kv": {}}, {"features": "auto", "kv": {}}]
+    ("raw", "features"),
+    [
+        ({"features": ["kv"]}, ("kv",)),
+        ({"features": "kv"}, ("kv",)),
+        ({"kv": {}}, ("kv",)),
+        ({"scheduler": {}}, ("scheduler",)),
+        ({"features": "scheduler,kv"}, ("kv", "scheduler")),
+        ({"features": "auto", "kv": {}}, defaults("vllm")),
+    ],
 )
-def test_named_features_are_explicit(raw):
+def test_named_features_are_explicit(raw, features):
     config = parse(raw)
-    assert config.features == ("kv",)
+    assert config.features == features
     assert config.explicit
 
 

@@ -78,7 +78,7 @@ def test_the_check_imports_nothing() -> None:
 
 
 def test_rows_are_unique_and_explained() -> None:
-    keys = [row.key for row in contracts.VLLM_CONTRACTS]
+    keys = [(row.key, row.features) for row in contracts.VLLM_CONTRACTS]
     assert len(keys) == len(set(keys))
     for row in contracts.VLLM_CONTRACTS:
         assert row.why
@@ -319,7 +319,11 @@ def test_only_the_rows_of_the_features_asked_for(tmp_path: Path) -> None:
     switch_only = contracts.check_vllm(tmp_path, features=())
     assert 0 < len(switch_only) < len(every)
     assert all("affects every feature" in line for line in switch_only)
-    assert contracts.check_vllm(tmp_path, features=["kv"]) == every
+    for name in ("kv", "scheduler"):
+        lines = contracts.check_vllm(tmp_path, features=[name])
+        assert len(switch_only) < len(lines) < len(every)
+        assert set(lines) <= set(every)
+    assert contracts.check_vllm(tmp_path, features=["kv", "scheduler"]) == every
 
 
 def test_the_wheel_does_not_pin_the_engine() -> None:

@@ -58,7 +58,7 @@ def test_command_for_mimo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     path = model_dir(tmp_path / "a model", MIMO_V2_FLASH, chat_template=True)
     assert command_of(capsys, "--model", path, "--tp", "4", "--max-model-len", "65536") == [
         *("vllm", "serve", path),
-        *("--plugin", "mimo:kv"),
+        *("--plugin", "mimo:kv,scheduler"),
         *("--block-size", "16"),
         "--enable-prefix-caching",
         *("--prefix-cache-retention-interval", "0"),
@@ -212,7 +212,7 @@ def test_the_engine_s_own_parser_accepts_the_command(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "PARSED mimo:kv 16 0 False mimo" in done.stdout
+    assert "PARSED mimo:kv,scheduler 16 0 False mimo" in done.stdout
 
 
 # -------------------------------------------------------------------------------------- plan

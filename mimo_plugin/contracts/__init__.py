@@ -106,6 +106,10 @@ def record(package_root: Path) -> dict[str, dict[str, Any]]:
             entry["members"] = sorted(facts.members)
         if contract.value is not None:
             entry["value"] = facts.value
+        # Features have rows of their own for a symbol that they share.
+        for name, value in found.get(contract.key, {}).items():
+            both = name in ("members", "bases") and name in entry
+            entry[name] = sorted({*value, *entry[name]}) if both else value
         found[contract.key] = entry
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from mimo_plugin.contracts.row import Contract, call, class_, replaced
 from mimo_plugin.contracts.vllm_kv import KV_ROWS
+from mimo_plugin.contracts.vllm_sched import SCHED_ROWS
 
 _ARGS = "engine.arg_utils"
 _LOGGERS = "v1.metrics.loggers"
@@ -49,7 +50,7 @@ _SWITCH_ROWS = (
         "config.scheduler",
         "SchedulerConfig",
         "scheduler_cls names the plugin's scheduler factory",
-        has="scheduler_cls async_scheduling disable_hybrid_kv_cache_manager",
+        has="scheduler_cls async_scheduling disable_hybrid_kv_cache_manager policy",
     ),
     call("config.scheduler", "SchedulerConfig.get_scheduler_cls", "resolves the factory"),
     class_(
@@ -141,5 +142,5 @@ _SWITCH_ROWS = (
     ),
 )
 
-VLLM_CONTRACTS: tuple[Contract, ...] = (*_SWITCH_ROWS, *KV_ROWS)
+VLLM_CONTRACTS: tuple[Contract, ...] = (*_SWITCH_ROWS, *KV_ROWS, *SCHED_ROWS)
 """Every row.  One without features concerns the plugin itself: the switch and the metrics."""

@@ -41,9 +41,12 @@ SCHEDULER_FACTORY = "mimo_plugin.engines.vllm.scheduler.make_scheduler"
 WORKER_PREFIX = "mimo_plugin.engines.vllm.worker."
 
 # feature -> module with `why_not(vllm_config) -> str | None`: why the feature doesn't fit.
-_FIT_MODULES = {"kv": "mimo_plugin.engines.vllm.kv.fit"}
+_FIT_MODULES = {
+    "kv": "mimo_plugin.engines.vllm.kv.fit",
+    "scheduler": "mimo_plugin.engines.vllm.sched.fit",
+}
 # features that live in the scheduler
-_SCHEDULER_FEATURES = frozenset({"kv"})
+_SCHEDULER_FEATURES = frozenset({"kv", "scheduler"})
 
 # (process id, role) that have said what is active; the id makes a forked child start afresh.
 _announced: set[tuple[int, str]] = set()

@@ -17,7 +17,11 @@ from mimo_plugin.engines.vllm.kv.backend import why_backend_unsafe
 from mimo_plugin.engines.vllm.kv.bind import kv_feature
 from mimo_plugin.engines.vllm.kv.settings import KvSettings, resolve_settings
 from mimo_plugin.engines.vllm.register import LOGGER_NAME, log_active
+from mimo_plugin.engines.vllm.sched.extension import extended
+from mimo_plugin.engines.vllm.sched.install import install
+from mimo_plugin.engines.vllm.sched.settings import SchedSettings, resolve_sched_settings
 from mimo_plugin.errors import ConfigError
+from mimo_plugin.metrics import merge_payloads
 
 logger = logging.getLogger(LOGGER_NAME)
 
@@ -33,15 +37,18 @@ class SchedulerExtension:
         if stats is None:
             return None
         accounting = getattr(self.kv_cache_manager, "accounting", None)  # type: ignore[attr-defined]
-        payload = accounting.drain() if accounting is not None else None
+        payload = merge_payloads(
+            accounting.drain() if accounting is not None else None,
+            self.affinity_payload(),  # type: ignore[attr-defined]
+        )
         if payload is not None:
             stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), SECTION: payload}
         return stats
 
 
-def extend(base: type[Any]) -> type[Any]:
+def extend(base: Any) -> Any:
     """``base`` with :class:`SchedulerExtension` in front."""
-    return type(f"Mimo{base.__name__}", (SchedulerExtension, base), {})
+    return type(f"Mimo{base.__name__}", (SchedulerExtension, extended(base)), {})
 
 
 def base_class(vllm_config: Any, user_scheduler_cls: str | None) -> type[Any]:
@@ -58,12 +65,24 @@ def base_class(vllm_config: Any, user_scheduler_cls: str | None) -> type[Any]:
     return base
 
 
-def build(base: type[Any], settings: KvSettings | None, *args: Any, **kwargs: Any) -> Any:
-    """Construct an extended ``base``; with ``settings`` it gets the plugin's KV cache manager."""
+def build(
+    base: type[Any],
+    settings: KvSettings | None,
+    *args: Any,
+    sched: SchedSettings | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Construct an extended ``base``.
+
+    With ``settings`` it gets the plugin's KV cache manager, with ``sched`` the affinity queue.
+    """
     with ExitStack() as stack:
         if settings is not None:
             stack.enter_context(kv_feature(settings))
-        return extend(base)(*args, **kwargs)
+        scheduler = extend(base)(*args, **kwargs)
+    if sched is not None:
+        install(scheduler, sched)
+    return scheduler
 
 
 def make_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -85,8 +104,13 @@ def make_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         # Not ours to refuse: stock would start as well. But wrong numbers must not come silently.
         logger.error("attention backend: %s", unsafe)
     settings = resolve_settings(config.kv, vllm_config) if "kv" in config.features else None
+    sched = (
+        resolve_sched_settings(config.scheduler, vllm_config)
+        if "scheduler" in config.features
+        else None
+    )
     base = base_class(vllm_config, config.user_scheduler_cls)
-    scheduler = build(base, settings, vllm_config, *args, **kwargs)
+    scheduler = build(base, settings, vllm_config, *args, sched=sched, **kwargs)
     scheduler.mimo_config = config
     log_active("EngineCore", config)
     return scheduler

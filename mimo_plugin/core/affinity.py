@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order in which waiting requests start.
+
+A request is placed by a key that is fixed when it arrives and changes only with its hit:
+
+    (user priority, preempted < overdue < the others, score, order of arrival)
+
+With mode ``cost`` the score is ``T(uncached) - hit_weight * T(hit) + age_credit * clock at
+arrival``, in equivalent prefill tokens (``core/cost.py``). Ageing, ``age_credit`` for every token
+that the engine processes while a request waits, is the same for all that wait, so what is left of
+it is the clock at arrival: nothing has to be sorted again as time goes by.
+
+* ``T(uncached)``: short work first, which is what makes the mean wait short.
+* ``T(hit)``: what is lost if the cached prefix is evicted before the request starts. Warm requests
+  go first, so the prefixes of a full cache are used before they make room for others.
+* ``age_credit``: a request can be passed only by requests that arrive within ``T / age_credit``
+  processed tokens after it.
+* overdue: a request that has waited ``max_wait_s`` goes before everything but preempted requests
+  and those that were overdue before it, and nothing passes it any more.
+
+The rule follows the scheduler of Xiaomi's MiMo-V2.5 report (requests with a high hit and few
+uncached tokens first, with a waiting-time penalty).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from typing import Any, Protocol
+
+COST = "cost"
+LONGEST_HIT = "longest-hit"
+HRRN = "hrrn"
+FCFS = "fcfs"
+MODES = (COST, LONGEST_HIT, HRRN, FCFS)
+
+PREEMPTED, OVERDUE, NORMAL = 0, 1, 2
+
+_Key = tuple[Any, ...]
+
+
+class Cost(Protocol):
+    """Prefill cost in equivalent tokens; ``core.cost.PrefillCost`` is one."""
+
+    def cost(self, cached_tokens: float, uncached_tokens: float) -> float:
+        """Cost of computing ``uncached_tokens`` on top of ``cached_tokens``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AffinityRule:
+    """How the line is ordered.
+
+    Args:
+        mode: ``cost`` (the rule above), ``longest-hit`` (longest hit first, aged the same way),
+            ``hrrn`` (highest ratio of wait plus cost to cost first), ``fcfs`` (as the engine).
+        age_credit: equivalent tokens of credit per token processed while waiting, >= 0.
+        hit_weight: how much more a token that would have to be computed again counts than one
+            that has to be computed anyway, >= 0.
+        max_wait_s: waiting time after which a request is overdue, > 0.
+        by_priority: the engine runs with priority scheduling: priority outranks all else.
+    """
+
+    mode: str = COST
+    age_credit: float = 0.25
+    hit_weight: float = 50.0
+    max_wait_s: float = 120.0
+    by_priority: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """One waiting request.
+
+    Attributes:
+        item: the engine's request.
+        order: place in the order of arrival; preempted requests count down from -1.
+        arrived_s, arrived_tokens: both clocks at arrival.
+        stock_key: what the engine's own queue orders by within a priority.
+        num_tokens: prompt tokens (and output so far, after a preemption).
+        hit_tokens: as last looked up.
+        uncached_tokens: what it would compute now.
+        group: PREEMPTED, OVERDUE or NORMAL.
+        key: place in the line.
+        queued: in the line or parked, as opposed to handed out or gone.
+        leader: whom a parked request waits for.
+        deferred_for: why it was last held back.
+    """
+
+    item: Any
+    order: int
+    arrived_s: float
+    arrived_tokens: float
+    num_tokens: int
+    priority: int = 0
+    stock_key: tuple[Any, ...] = ()
+    hit_tokens: int = 0
+    uncached_tokens: int = 0
+    cost_tokens: float = 0.0
+    group: int = NORMAL
+    key: _Key = ()
+    queued: bool = False
+    leader: Any = None
+    deferred_for: str = ""
+
+    @property
+    def preempted(self) -> bool:
+        """Whether it ran before and was put back."""
+        return self.group == PREEMPTED
+
+
+class AffinityLine:
+    """Waiting requests in the order in which they should start.
+
+    Parked requests wait for something else: they have no place in the line, but still grow overdue,
+    which brings them back.
+    """
+
+    def __init__(self, rule: AffinityRule, cost: Cost) -> None:
+        self.rule = rule
+        self.cost = cost
+        self._line: list[tuple[_Key, Waiting]] = []
+        self._parked: dict[Waiting, None] = {}
+        self._arrivals: list[tuple[int, int, Waiting]] = []
+        self._deadlines: list[tuple[float, int, Waiting]] = []
+        self._pushed = 0
+        self._now_tokens = 0.0
+        #: uncached tokens of all that wait
+        self.uncached_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._line) + len(self._parked)
+
+    def __iter__(self) -> Iterator[Waiting]:
+        """The line in order, then what is parked."""
+        yield from [entry for _, entry in self._line]
+        yield from list(self._parked)
+
+    @property
+    def num_parked(self) -> int:
+        """Requests that wait for something else."""
+        return len(self._parked)
+
+    def ready(self) -> Iterator[Waiting]:
+        """The line in order; the caller stops before it changes the line."""
+        for _, entry in self._line:
+            yield entry
+
+    def add(self, entry: Waiting, hit_tokens: int) -> None:
+        """Put a request into the line."""
+        assert not entry.queued, "a request waits once"
+        entry.queued = True
+        self._pushed += 1
+        heappush(self._arrivals, (entry.order, self._pushed, entry))
+        if entry.group == NORMAL and self.rule.mode != FCFS:
+            deadline = entry.arrived_s + self.rule.max_wait_s
+            heappush(self._deadlines, (deadline, self._pushed, entry))
+        entry.uncached_tokens = 0
+        self._score(entry, hit_tokens)
+        self._insert(entry)
+
+    def remove(self, entry: Waiting) -> None:
+        """Take a request out, wherever it is; no error when it is not there."""
+        if not entry.queued:
+            return
+        entry.queued = False
+        self.uncached_tokens -= entry.uncached_tokens
+        if entry in self._parked:
+            del self._parked[entry]
+        else:
+            self._take(entry)
+        # What is gone leaves the heaps when it comes up; not before, unless it is most of them.
+        if len(self._arrivals) > 64 and len(self._arrivals) > 4 * len(self):
+            self._compact()
+
+    def rescore(self, entry: Waiting, hit_tokens: int) -> None:
+        """The hit or the length of a request changed."""
+        if entry in self._parked:
+            self._score(entry, hit_tokens)
+            return
+        self._take(entry)
+        self._score(entry, hit_tokens)
+        self._insert(entry)
+
+    def park(self, entry: Waiting) -> None:
+        """Take a request out of the line while it waits for something else."""
+        self._take(entry)
+        self._parked[entry] = None
+
+    def unpark(self, entry: Waiting) -> None:
+        """Back into the line."""
+        del self._parked[entry]
+        self._insert(entry)
+
+    def is_parked(self, entry: Waiting) -> bool:
+        """Whether it is out of the line."""
+        return entry in self._parked
+
+    def advance(self, now_s: float, now_tokens: float) -> list[Waiting]:
+        """Let time pass; the requests that have become overdue (they are back in the line)."""
+        self._now_tokens = now_tokens
+        overdue: list[Waiting] = []
+        deadlines = self._deadlines
+        while deadlines and (deadlines[0][0] <= now_s or not deadlines[0][2].queued):
+            entry = heappop(deadlines)[2]
+            if not entry.queued or entry.group != NORMAL:
+                continue
+            if entry in self._parked:
+                del self._parked[entry]
+            else:
+                self._take(entry)
+            entry.group = OVERDUE
+            self._score(entry, entry.hit_tokens)
+            self._insert(entry)
+            overdue.append(entry)
+        if self.rule.mode == HRRN and len(self._line) > 1:
+            self._line = sorted(
+                ((self._key(entry), entry) for _, entry in self._line),
+                key=lambda pair: pair[0],
+            )
+            for key, entry in self._line:
+                entry.key = key
+        return overdue
+
+    def oldest(self) -> Waiting | None:
+        """The request that arrived first (a preempted one before all), parked or not."""
+        arrivals = self._arrivals
+        while arrivals and not arrivals[0][2].queued:
+            heappop(arrivals)
+        return arrivals[0][2] if arrivals else None
+
+    # -- keys --------------------------------------------------------------------------------
+
+    def _score(self, entry: Waiting, hit_tokens: int) -> None:
+        entry.hit_tokens = min(hit_tokens, max(0, entry.num_tokens - 1))
+        uncached = entry.num_tokens - entry.hit_tokens
+        self.uncached_tokens += uncached - entry.uncached_tokens
+        entry.uncached_tokens = uncached
+        entry.cost_tokens = self.cost.cost(entry.hit_tokens, entry.uncached_tokens)
+        entry.key = self._key(entry)
+
+    def _key(self, entry: Waiting) -> _Key:
+        rule = self.rule
+        priority = entry.priority if rule.by_priority else 0
+        if rule.mode == FCFS:
+            return (priority, NORMAL, 0.0, entry.stock_key or (entry.order,), entry.order)
+        if entry.group != NORMAL:
+            return (priority, entry.group, 0.0, (entry.order,), entry.order)
+        aged = rule.age_credit * entry.arrived_tokens
+        if rule.mode == LONGEST_HIT:
+            score = aged - entry.hit_tokens
+        elif rule.mode == HRRN:
+            waited = max(0.0, self._now_tokens - entry.arrived_tokens)
+            score = -(waited + entry.cost_tokens) / max(1.0, entry.cost_tokens)
+        else:
+            saved = self.cost.cost(0, entry.hit_tokens) if entry.hit_tokens else 0.0
+            score = entry.cost_tokens - rule.hit_weight * saved + aged
+        return (priority, NORMAL, score, (entry.order,), entry.order)
+
+    # -- the sorted list ---------------------------------------------------------------------
+
+    def _insert(self, entry: Waiting) -> None:
+        insort(self._line, (entry.key, entry), key=_first)
+
+    def _take(self, entry: Waiting) -> None:
+        line = self._line
+        at = bisect_left(line, entry.key, key=_first)
+        # Keys end with the order of arrival, so no two are equal.
+        assert line[at][1] is entry, "the line lost a request"
+        del line[at]
+
+    def _compact(self) -> None:
+        self._arrivals = [item for item in self._arrivals if item[2].queued]
+        self._deadlines = [item for item in self._deadlines if item[2].queued]
+        heapify(self._arrivals)
+        heapify(self._deadlines)
+
+
+def _first(pair: tuple[_Key, Waiting]) -> _Key:
+    return pair[0]

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lanes: how many long prefills run at once, and how much of a step they may take.
+
+A lane holds the prefills with more than ``over_tokens`` uncached tokens left. Lanes nest: what is
+over 256K is over 64K as well and counts in both. Requests outside every lane are never held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """At most ``max_prefills`` concurrent prefills with more than ``over_tokens`` tokens left."""
+
+    over_tokens: int
+    max_prefills: int
+
+    def __post_init__(self) -> None:
+        if self.over_tokens < 1 or self.max_prefills < 1:
+            raise ValueError(f"lane needs over_tokens >= 1 and max_prefills >= 1, got {self}")
+
+
+def lane_of(lanes: Sequence[Lane], uncached_tokens: int) -> int:
+    """Number of lanes (ascending by ``over_tokens``) that a prefill is in; 0 is the short class."""
+    count = 0
+    for lane in lanes:
+        if uncached_tokens <= lane.over_tokens:
+            break
+        count += 1
+    return count
+
+
+def full_lane(
+    lanes: Sequence[Lane], uncached_tokens: int, active_tokens: Iterable[int]
+) -> Lane | None:
+    """The first lane that keeps a prefill from starting, None when it may start.
+
+    Args:
+        lanes: ascending by ``over_tokens``.
+        uncached_tokens: what the prefill would compute.
+        active_tokens: uncached tokens left of each prefill that runs now.
+    """
+    mine = lanes[: lane_of(lanes, uncached_tokens)]
+    if not mine:
+        return None
+    active = list(active_tokens)
+    for lane in mine:
+        if sum(left > lane.over_tokens for left in active) >= lane.max_prefills:
+            return lane
+    return None
+
+
+def long_chunk_tokens(
+    budget_tokens: int,
+    *,
+    share: float,
+    decode_tokens: int,
+    shorter_work: bool,
+    long_prefills: int,
+    least_tokens: int,
+) -> int:
+    """Tokens that one long prefill may take of a step.
+
+    The engine fills a step in the order in which requests were admitted, so without a limit a
+    prefill of a million tokens takes every step whole: requests admitted later wait for its end,
+    whatever their length.
+
+    Args:
+        budget_tokens: tokens of a step.
+        share: part of the step for all long prefills together while shorter work is there.
+        decode_tokens: tokens that decoding requests need in the step.
+        shorter_work: whether shorter prefills run, or wait and could start.
+        long_prefills: long prefills that run, >= 1.
+        least_tokens: never less than this, so that long prefills go on.
+    """
+    room = budget_tokens - decode_tokens
+    if shorter_work:
+        room = min(room, int(share * budget_tokens))
+    return max(least_tokens, room // max(1, long_prefills))

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cheap look-up for scoring: how long would a request's hit be?
+
+The engine's own look-up touches every block of the prefix. To rank waiting requests a few dozen
+probes do, because a cache that evicts the ends of prefixes first holds full-attention blocks from
+the start without gaps. Where that does not hold the answer can be too long; it only orders a queue,
+what a request really gets is looked up by the engine when the request is admitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from mimo_plugin.core.window import GroupGeometry, blocks_for_hit
+
+
+def probe_hit(
+    groups: Sequence[GroupGeometry],
+    alignment_tokens: int,
+    max_hit_tokens: int,
+    resident: Callable[[int, int], bool],
+    *,
+    guess_tokens: int = 0,
+) -> tuple[int, int]:
+    """Hit, and the hit that full attention alone would give, both aligned, in tokens.
+
+    Args:
+        groups: all KV cache groups.
+        alignment_tokens: a multiple of every block size.
+        max_hit_tokens: longest hit allowed.
+        resident: ``(group index, block index)`` -> is that block cached?
+        guess_tokens: where the full-attention prefix ended last time; only saves probes.
+    """
+    full = [(i, g) for i, g in enumerate(groups) if g.is_full]
+    swa = [(i, g) for i, g in enumerate(groups) if not g.is_full]
+
+    def reaches(units: int) -> bool:
+        tokens = units * alignment_tokens
+        return all(resident(i, blocks_for_hit(g, tokens)[-1]) for i, g in full)
+
+    low, high = 0, max(0, max_hit_tokens) // alignment_tokens
+    guess = min(guess_tokens // alignment_tokens, high)
+    if full and guess and reaches(guess):
+        # Most often nothing changed, or the prefix grew by a few blocks.
+        low, step = guess, 1
+        while low + step <= high and reaches(low + step):
+            low, step = low + step, 2 * step
+        high = min(high, low + step - 1)
+    elif full and guess:
+        high = guess - 1
+    while full and low < high:
+        middle = (low + high + 1) // 2
+        if reaches(middle):
+            low = middle
+        else:
+            high = middle - 1
+    full_tokens = (low if full else high) * alignment_tokens
+    hit = full_tokens
+    settled = 0
+    while hit and swa and settled < len(swa):
+        settled = 0
+        for i, group in swa:
+            lower = _below_gap(i, group, hit, alignment_tokens, resident)
+            if lower == hit:
+                settled += 1
+            else:
+                hit = lower
+                break
+    return hit, full_tokens
+
+
+def _below_gap(
+    index: int,
+    group: GroupGeometry,
+    hit_tokens: int,
+    alignment_tokens: int,
+    resident: Callable[[int, int], bool],
+) -> int:
+    """``hit_tokens`` when its window is resident, else the longest hit that avoids the gap found.
+
+    The window is probed from its left end: a missing block rules out every hit whose window holds
+    it, so the leftmost gap gives the longest jump.
+    """
+    size = group.block_size_tokens
+    for block in blocks_for_hit(group, hit_tokens):
+        if not resident(index, block):
+            end = (block - group.lookahead_blocks) * size
+            return max(0, min(end, hit_tokens - 1) // alignment_tokens * alignment_tokens)
+    return hit_tokens

@@ -1,0 +1,452 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's waiting queue in affinity order.
+
+vLLM peeks at the queue, and then either pops the request because it runs, or pops it to skip it for
+this step (LoRA slots, a connector that is not ready) and prepends it again at the end of the step,
+or stops because there is no room. So ``peek_request`` names the request that should start next, and
+the queue looks empty (in ``bool``, which only the scheduling pass asks) when none of those that
+wait should start in this step. Between a peek and the pop that follows nothing changes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count
+from typing import Any
+
+from vllm.v1.core.sched.request_queue import RequestQueue
+from vllm.v1.request import RequestStatus
+
+from mimo_plugin.core.affinity import NORMAL, OVERDUE, PREEMPTED, AffinityLine, Waiting
+from mimo_plugin.core.lanes import full_lane, lane_of, long_chunk_tokens
+from mimo_plugin.core.leaders import awaited_tokens, common_blocks
+from mimo_plugin.engines.vllm.sched.hits import HitIndex
+from mimo_plugin.engines.vllm.sched.report import SchedReport
+from mimo_plugin.engines.vllm.sched.settings import SchedSettings
+from mimo_plugin.engines.vllm.sched.stops import Stops
+from mimo_plugin.engines.vllm.sched.timing import StepClock
+
+#: requests held back in one pass before the pass gives up; bounds the work of a step
+MAX_HELD = 256
+
+
+class AffinityQueue(RequestQueue):  # type: ignore[misc]
+    """``scheduler.waiting`` in the order of :class:`AffinityLine`.
+
+    Args:
+        scheduler: the scheduler it belongs to.
+        settings: the feature's settings.
+        clock_s: monotonic seconds; benchmarks pass a virtual clock.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        settings: SchedSettings,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.scheduler = scheduler
+        self.settings = settings
+        self.clock_s = clock_s
+        #: equivalent tokens processed so far; what requests age by
+        self.clock_tokens = 0.0
+        self.by_priority = scheduler.policy.value == "priority"
+        self.line = AffinityLine(settings.rule(by_priority=self.by_priority), settings.cost)
+        self.hits = HitIndex(scheduler.kv_cache_manager)
+        self.stops = Stops(self.hits)
+        self.report = SchedReport(settings.lanes)
+        self._entries: dict[str, Waiting] = {}
+        self._blocked: dict[str, Waiting] = {}
+        self._skipped: dict[str, Waiting] = {}
+        #: leader's id -> followers parked until it has passed what they share
+        self._followers: dict[str, dict[Waiting, int]] = {}
+        self._arrivals = count()
+        self._preemptions = count(-1, -1)
+        #: the last pass ended for want of blocks or request slots
+        self._no_room = False
+        self._paused_s = 0.0
+        self._paused_since: float | None = None
+        self._in_pass = False
+        self._reset_pass()
+
+    def _reset_pass(self) -> None:
+        self._offer: Waiting | None = None
+        self._offer_known = False
+        self._refreshed = False
+        self._popped: Waiting | None = None
+        self._held: set[Waiting] = set()
+        self._scans_left = self.settings.scan_requests
+        self._long_chunk_tokens: int | None = None
+
+    # -- the engine's interface --------------------------------------------------------------
+
+    def add_request(self, request: Any) -> None:
+        """Take in a request that has arrived, or one that was blocked elsewhere."""
+        self._enter(request, next(self._arrivals))
+
+    def prepend_request(self, request: Any) -> None:
+        """Take back a request: preempted, or skipped in this pass."""
+        known = self._skipped.pop(request.request_id, None)
+        if known is not None:
+            known.num_tokens = request.num_tokens
+            self._place(known)
+        elif request.status == RequestStatus.PREEMPTED:
+            self._enter(request, next(self._preemptions), preempted=True)
+        else:
+            self._enter(request, next(self._preemptions))
+
+    def prepend_requests(self, requests: Iterable[Any]) -> None:
+        """Take back the requests skipped in this pass."""
+        self._settle()
+        for request in requests:
+            self.prepend_request(request)
+
+    def peek_request(self) -> Any:
+        """The request to start next; outside a scheduling pass the first of the line."""
+        if self._in_pass:
+            offer = self._next_offer()
+            if offer is None:
+                raise IndexError("no waiting request may start in this step")
+            return offer.item
+        for entry in self.line:
+            return entry.item
+        for entry in self._blocked.values():
+            return entry.item
+        raise IndexError("peek from an empty queue")
+
+    def pop_request(self) -> Any:
+        """Hand out the request that ``peek_request`` names."""
+        request = self.peek_request()
+        entry = self._entries[request.request_id]
+        self._leave(entry)
+        if self._in_pass:
+            self._popped = entry
+            self._skipped[request.request_id] = entry
+            self._offer, self._offer_known = None, False
+        return request
+
+    def remove_request(self, request: Any) -> None:
+        """Drop a request. Raises ValueError when it is not here, as the stock queue does."""
+        entry = self._entries.get(request.request_id)
+        if entry is None or entry.item is not request:
+            raise ValueError(f"request {request.request_id} is not waiting")
+        self._leave(entry)
+        self._offer, self._offer_known = None, False
+
+    def remove_requests(self, requests: Iterable[Any]) -> None:
+        """Drop those of ``requests`` that wait here."""
+        for request in requests:
+            entry = self._entries.get(request.request_id)
+            if entry is not None and entry.item is request:
+                self._leave(entry)
+        self._offer, self._offer_known = None, False
+
+    def __bool__(self) -> bool:
+        """In a scheduling pass: may a request start? Otherwise: does any wait?"""
+        if self._in_pass:
+            return self._next_offer() is not None
+        return bool(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Any]:
+        """All waiting requests: the line in order, then what can't start now."""
+        for entry in self.line:
+            yield entry.item
+        for entry in list(self._blocked.values()):
+            yield entry.item
+
+    # -- the scheduling pass -----------------------------------------------------------------
+
+    def begin_pass(self) -> None:
+        """The scheduler starts to schedule a step."""
+        self._reset_pass()
+        self._in_pass = True
+
+    def end_pass(self) -> None:
+        """The scheduler has scheduled a step."""
+        self._settle()
+        offer = self._offer
+        self._no_room = offer is not None
+        if offer is not None and offer.group == OVERDUE and len(self._entries) > 1:
+            # It was asked for and not taken: nothing else may use the room it waits for.
+            self.report.guarded(offer)
+        self._in_pass = False
+        self._offer, self._offer_known = None, False
+        self._skipped.clear()
+
+    def processed(self, equivalent_tokens: float) -> None:
+        """The engine processes a step worth this much; waiting requests age by it."""
+        self.clock_tokens += equivalent_tokens
+
+    def paused(self, is_paused: bool) -> None:
+        """While the engine takes no requests, waiting is not held against the schedule."""
+        now = self.clock_s()
+        if is_paused and self._paused_since is None:
+            self._paused_since = now
+        elif not is_paused and self._paused_since is not None:
+            self._paused_s += now - self._paused_since
+            self._paused_since = None
+
+    def now_s(self) -> float:
+        """Seconds, pauses left out."""
+        running = self.clock_s() if self._paused_since is None else self._paused_since
+        return running - self._paused_s
+
+    def gauges(self, clock: StepClock) -> dict[str, float]:
+        """What an operator may want to see of the queue as it is now."""
+        out: dict[str, float] = {
+            "waiting_uncached_tokens": self.line.uncached_tokens,
+            "scheduler_parked_requests": self.line.num_parked,
+        }
+        if clock.times is not None:
+            out["attention_parity_tokens"] = clock.times.parity_tokens
+            if clock.times.tokens_per_s is not None:
+                out["prefill_tokens_per_s"] = clock.times.tokens_per_s
+        return out
+
+    def long_chunk_tokens(self, request: Any, num_computed_tokens: int) -> int | None:
+        """Most tokens of ``request`` in this step if it is a long prefill, else None."""
+        lanes = self.settings.lanes
+        if not self.settings.reorders or not lanes:
+            return None
+        if request.num_tokens - num_computed_tokens <= lanes[0].over_tokens:
+            return None
+        if self._long_chunk_tokens is None:
+            self._long_chunk_tokens = self._work_out_long_chunk()
+        return self._long_chunk_tokens
+
+    def _work_out_long_chunk(self) -> int:
+        scheduler, over = self.scheduler, self.settings.lanes[0].over_tokens
+        decodes = long = short = 0
+        for request in scheduler.running:
+            left = request.num_tokens - request.num_computed_tokens
+            if left > over:
+                long += 1
+            elif request.is_prefill_chunk:
+                short += 1
+            else:
+                decodes += 1
+        waiting = not self._no_room and any(e.uncached_tokens <= over for e in self.line.ready())
+        return long_chunk_tokens(
+            scheduler.max_num_scheduled_tokens,
+            share=self.settings.lane_share,
+            decode_tokens=decodes * (1 + scheduler.num_spec_tokens),
+            shorter_work=bool(short or waiting),
+            long_prefills=long,
+            least_tokens=self.hits.alignment_tokens,
+        )
+
+    # -- entering and leaving ----------------------------------------------------------------
+
+    def _enter(self, request: Any, order: int, *, preempted: bool = False) -> None:
+        entry = Waiting(
+            item=request,
+            order=order,
+            arrived_s=self.now_s(),
+            arrived_tokens=self.clock_tokens,
+            num_tokens=request.num_tokens,
+            priority=request.priority,
+            stock_key=(request.arrival_time, request.request_id) if self.by_priority else (),
+            group=PREEMPTED if preempted else NORMAL,
+        )
+        self._place(entry)
+
+    def _place(self, entry: Waiting) -> None:
+        request = entry.item
+        self._entries[request.request_id] = entry
+        if self.scheduler._is_blocked_waiting_status(request.status):
+            self._blocked[request.request_id] = entry
+        else:
+            self.line.add(entry, self._look_up(entry))
+        self._offer, self._offer_known = None, False
+
+    def _look_up(self, entry: Waiting) -> int:
+        if not self.settings.reorders:
+            return 0
+        request = entry.item
+        entry.num_tokens = request.num_tokens
+        remote = request.kv_transfer_params
+        if remote and remote.get("do_remote_prefill") and not request.num_preemptions:
+            # Another instance computed the prompt: next to nothing is left to do here.
+            return int(request.num_tokens)
+        return self.hits.look_up(entry, entry.hit_tokens)
+
+    def _leave(self, entry: Waiting) -> None:
+        request_id = entry.item.request_id
+        self._entries.pop(request_id, None)
+        self._blocked.pop(request_id, None)
+        self._unpark(entry, back=False)
+        self.line.remove(entry)
+        self.hits.forget(entry)
+
+    def _settle(self) -> None:
+        """Find out what became of the request that was popped last."""
+        entry, self._popped = self._popped, None
+        if entry is None:
+            return
+        request = entry.item
+        if request.status in (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS):
+            self._skipped.pop(request.request_id, None)
+            waited_s = self.now_s() - entry.arrived_s
+            self.report.admitted(entry, self.line.oldest(), waited_s, len(self._entries))
+
+    # -- what to offer -----------------------------------------------------------------------
+
+    def _next_offer(self) -> Waiting | None:
+        if not self._offer_known:
+            self._settle()
+            self._refresh()
+            self._offer, self._offer_known = self._choose(), True
+        return self._offer
+
+    def _refresh(self) -> None:
+        """Bring scores up to date, as far as the budget of a pass goes."""
+        if not self._refreshed:
+            self._refreshed = True
+            for request_id, entry in list(self._blocked.items()):
+                if self.scheduler._handle_blocked_waiting_request(entry.item):
+                    del self._blocked[request_id]
+                    self.line.add(entry, self._look_up(entry))
+            if not self.settings.reorders:
+                return
+            if self.hits.attach():
+                self._release_all_followers()
+            self._release_followers()
+            for entry in self.line.advance(self.now_s(), self.clock_tokens):
+                self._unpark(entry, back=False)
+            unsure = self.hits.take_unsure()
+            if unsure is not None and unsure.queued:
+                self._rescore(unsure)
+        if self.settings.reorders:
+            for entry in self.hits.take_dirty(self._scans_left):
+                self._rescore(entry)
+
+    def _rescore(self, entry: Waiting) -> None:
+        if not entry.queued:
+            return
+        self._scans_left -= 1
+        self._unpark(entry, back=True)
+        self._held.discard(entry)
+        self.line.rescore(entry, self._look_up(entry))
+
+    def _choose(self) -> Waiting | None:
+        """The first of the line that may start now."""
+        if not self.settings.reorders:
+            return next(self.line.ready(), None)
+        checked: Waiting | None = None
+        while True:
+            entry = next((e for e in self.line.ready() if e not in self._held), None)
+            if entry is None or len(self._held) > MAX_HELD:
+                return None
+            if entry.group != NORMAL:
+                return entry
+            if entry is not checked and self._scans_left > 0:
+                # The score may be out of date in favour of the request; then look again.
+                checked = entry
+                self._scans_left -= 1
+                hit = self._look_up(entry)
+                exact = self.hits.exact(entry)
+                hit = hit if exact is None else exact
+                if hit != entry.hit_tokens:
+                    self.line.rescore(entry, hit)
+                    continue
+            if self._may_start(entry):
+                return entry
+
+    def _may_start(self, entry: Waiting) -> bool:
+        """Hold ``entry`` back if its lane is full or a leader is at work for it."""
+        scheduler = self.scheduler
+        # Under priority scheduling less urgent work is no reason to wait.
+        active = [
+            r
+            for r in scheduler._inflight_prefills
+            if r.status == RequestStatus.RUNNING
+            and (not self.by_priority or r.priority <= entry.priority)
+        ]
+        lanes = self.settings.lanes
+        if lane_of(lanes, entry.uncached_tokens):
+            left = [r.num_tokens - r.num_computed_tokens for r in active]
+            lane = full_lane(lanes, entry.uncached_tokens, left)
+            if lane is not None:
+                self._held.add(entry)
+                scheduler.deferred_waiting.add(entry.item)
+                self.report.held(entry, lane)
+                return False
+        if self.settings.dedupe and active:
+            for leader in active:
+                tokens = self._awaited(entry, leader)
+                if tokens:
+                    self._park(entry, leader, tokens)
+                    return False
+        return True
+
+    # -- leaders and followers ---------------------------------------------------------------
+
+    def _awaited(self, entry: Waiting, leader: Any) -> int:
+        request = entry.item
+        if not self.hits.understands_groups or request.skip_reading_prefix_cache:
+            return 0
+        mine, theirs = request.block_hashes, leader.block_hashes
+        unit = self.hits.hash_tokens
+        next_block = entry.hit_tokens // unit
+        if (
+            next_block >= len(mine)
+            or next_block >= len(theirs)
+            or mine[next_block] != theirs[next_block]
+        ):
+            return 0
+        shared = min(common_blocks(mine, theirs) * unit, request.num_tokens - 1)
+        tokens = awaited_tokens(
+            entry.hit_tokens,
+            shared,
+            leader.num_computed_tokens,
+            lambda after, upto: self.stops.last(leader, after, upto),
+        )
+        key = self.hits.full_key(request, tokens) if tokens else None
+        # Hashed already: the leader gets there in this very step.
+        return 0 if key is None or self.hits.is_cached(key) else tokens
+
+    def _park(self, entry: Waiting, leader: Any, tokens: int) -> None:
+        key = self.hits.full_key(entry.item, tokens)
+        assert key is not None, "checked before"
+        self.hits.watch(entry, (key,))
+        self.line.park(entry)
+        entry.leader = leader.request_id
+        self._followers.setdefault(leader.request_id, {})[entry] = tokens
+        self.scheduler.deferred_waiting.add(entry.item)
+        self.report.followed(entry, leader.request_id, tokens)
+
+    def _unpark(self, entry: Waiting, *, back: bool) -> None:
+        leader_id, entry.leader = entry.leader, None
+        if leader_id is None:
+            return
+        followers = self._followers.get(leader_id)
+        if followers is not None:
+            followers.pop(entry, None)
+            if not followers:
+                del self._followers[leader_id]
+        if back and self.line.is_parked(entry):
+            self.line.unpark(entry)
+
+    def _release_followers(self) -> None:
+        """Bring back those whose leader has passed them by, or ended, or was preempted."""
+        if not self._followers:
+            return
+        at_work = {
+            r.request_id: r.num_computed_tokens
+            for r in self.scheduler._inflight_prefills
+            if r.status == RequestStatus.RUNNING
+        }
+        for leader_id, followers in list(self._followers.items()):
+            computed = at_work.get(leader_id)
+            for entry, tokens in list(followers.items()):
+                if computed is None or computed >= tokens:
+                    self._rescore(entry)
+
+    def _release_all_followers(self) -> None:
+        for followers in list(self._followers.values()):
+            for entry in list(followers):
+                self._rescore(entry)
