@@ -97,6 +97,9 @@ class SchedulerConfig:
             of the engine and defers nothing (the metrics remain).
         age_credit: prefill tokens of credit that a waiting request gets per token that the engine
             processes, >= 0; the smaller, the more short work passes long work.
+        long_tokens: uncached tokens above which a waiting request ages faster, >= 1.
+        long_growth: how much faster: with the length to this power, 0 <= x <= 1; 0 makes all age
+            alike.
         hit_weight: how much a cached token that would have to be computed again if it were
             evicted counts against one that has to be computed anyway, >= 0.
         max_wait_s: waiting time in seconds after which nothing passes a request any more, > 0.
@@ -110,6 +113,8 @@ class SchedulerConfig:
 
     mode: str = "cost"
     age_credit: float = 0.25
+    long_tokens: int = 16_384
+    long_growth: float = 0.5
     hit_weight: float = 50.0
     max_wait_s: float = 120.0
     dedupe: bool = True
@@ -341,6 +346,8 @@ def _lanes(setting: str, value: object) -> tuple[LaneConfig, ...]:
 _SCHEDULER_VALUES: dict[str, Validator] = {
     "mode": one_of(MODES),
     "age_credit": number(least=0),
+    "long_tokens": whole(1, "tokens"),
+    "long_growth": number(least=0, most=1),
     "hit_weight": number(least=0),
     "max_wait_s": number(over=0),
     "dedupe": boolean,

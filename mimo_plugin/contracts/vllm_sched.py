@@ -53,18 +53,21 @@ SCHED_ROWS: tuple[Contract, ...] = (
         why="what the scheduler calls on the affinity queue",
     ),
     _call(_QUEUE, "create_request_queue", "puts the stock queue back", first="policy"),
-    _class(
-        _QUEUE,
-        "SchedulingPolicy",
-        "priority outranks the affinity order",
-        has="FCFS PRIORITY",
+    *(
+        _class(
+            _QUEUE,
+            name,
+            "a stock queue, which the affinity queue may replace",
+            base="RequestQueue",
+        )
+        for name in ("FCFSRequestQueue", "PriorityRequestQueue")
     ),
     _class(
         _SCHEDULER,
         "Scheduler",
         "base class of the plugin's scheduler",
         has="_handle_blocked_waiting_request _inflight_prefills _is_blocked_waiting_status "
-        "_reserve_prefill_lookahead deferred_waiting kv_cache_manager max_num_scheduled_tokens "
+        "_reserve_prefill_lookahead kv_cache_manager max_num_scheduled_tokens "
         "need_mamba_block_aligned_split num_spec_tokens policy requests running schedule "
         "set_pause_state update_from_output waiting",
     ),
@@ -144,8 +147,7 @@ SCHED_ROWS: tuple[Contract, ...] = (
         _COORDINATOR,
         "KVCacheCoordinator",
         "block sizes, groups and retention",
-        has="enable_partial_hash_hits retention_interval scheduler_block_size "
-        "single_type_managers",
+        has="enable_partial_hash_hits retention_interval scheduler_block_size single_type_managers",
     ),
     _call(
         _COORDINATOR,

@@ -1,25 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """The order in which waiting requests start.
 
-A request is placed by a key that is fixed when it arrives and changes only with its hit:
+A request is placed by
 
     (user priority, preempted < overdue < the others, score, order of arrival)
 
-With mode ``cost`` the score is ``T(uncached) - hit_weight * T(hit) + age_credit * clock at
-arrival``, in equivalent prefill tokens (``core/cost.py``). Ageing, ``age_credit`` for every token
-that the engine processes while a request waits, is the same for all that wait, so what is left of
-it is the clock at arrival: nothing has to be sorted again as time goes by.
+With mode ``cost``, in equivalent prefill tokens (``core/cost.py``):
+
+    score = T(uncached) - hit_weight * T(hit) - age_credit * rate * tokens processed since arrival
 
 * ``T(uncached)``: short work first, which is what makes the mean wait short.
 * ``T(hit)``: what is lost if the cached prefix is evicted before the request starts. Warm requests
   go first, so the prefixes of a full cache are used before they make room for others.
-* ``age_credit``: a request can be passed only by requests that arrive within ``T / age_credit``
-  processed tokens after it.
+* ``age_credit``: what waits moves ahead with every token that the engine processes.
+* ``rate``: 1 for prefills of up to ``long_tokens`` uncached tokens; above, it grows with the length
+  to the power of ``long_growth``, up to ``MAX_RATE``. Where all wait long because work piles up,
+  waits settle in inverse proportion to the rates, so long prefills are not left to the end
+  (proportional delay differentiation, Dovrolis et al., SIGCOMM 1999).
 * overdue: a request that has waited ``max_wait_s`` goes before everything but preempted requests
   and those that were overdue before it, and nothing passes it any more.
 
+Requests of one rate keep their order as time goes by, so each rate has a sorted line of its own in
+which nothing is sorted again, and only the heads of the lines are compared.
+
 The rule follows the scheduler of Xiaomi's MiMo-V2.5 report (requests with a high hit and few
-uncached tokens first, with a waiting-time penalty).
+uncached tokens first, with a waiting-time penalty, and length buckets).
 """
 
 from __future__ import annotations
@@ -27,7 +32,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, merge
+from math import log2
 from typing import Any, Protocol
 
 COST = "cost"
@@ -37,6 +43,11 @@ FCFS = "fcfs"
 MODES = (COST, LONGEST_HIT, HRRN, FCFS)
 
 PREEMPTED, OVERDUE, NORMAL = 0, 1, 2
+
+#: long prefills age at most this many times as fast as short ones
+MAX_RATE = 4.0
+#: lines per doubling of the rate
+_LINES_PER_DOUBLING = 4
 
 _Key = tuple[Any, ...]
 
@@ -57,6 +68,8 @@ class AffinityRule:
         mode: ``cost`` (the rule above), ``longest-hit`` (longest hit first, aged the same way),
             ``hrrn`` (highest ratio of wait plus cost to cost first), ``fcfs`` (as the engine).
         age_credit: equivalent tokens of credit per token processed while waiting, >= 0.
+        long_tokens: uncached tokens above which a prefill ages faster, >= 1.
+        long_growth: how much faster: with the length to this power, >= 0.
         hit_weight: how much more a token that would have to be computed again counts than one
             that has to be computed anyway, >= 0.
         max_wait_s: waiting time after which a request is overdue, > 0.
@@ -65,9 +78,22 @@ class AffinityRule:
 
     mode: str = COST
     age_credit: float = 0.25
+    long_tokens: int = 16_384
+    long_growth: float = 0.5
     hit_weight: float = 50.0
     max_wait_s: float = 120.0
     by_priority: bool = False
+
+    def line_of(self, uncached_tokens: int) -> int:
+        """Index of the line that a prefill of this length waits in; 0 ages at the plain rate."""
+        if self.mode != COST or uncached_tokens <= self.long_tokens:
+            return 0
+        doublings = self.long_growth * log2(uncached_tokens / self.long_tokens)
+        return int(min(doublings, log2(MAX_RATE)) * _LINES_PER_DOUBLING)
+
+    def rate_of(self, line: int) -> float:
+        """How fast the requests of a line age, 1 being the plain rate."""
+        return float(2 ** (line / _LINES_PER_DOUBLING))
 
 
 @dataclass(slots=True, eq=False)
@@ -83,8 +109,10 @@ class Waiting:
         hit_tokens: as last looked up.
         uncached_tokens: what it would compute now.
         group: PREEMPTED, OVERDUE or NORMAL.
+        line: which line it is in; -1 is the front, whose requests don't age.
         key: place in the line.
         queued: in the line or parked, as opposed to handed out or gone.
+        safe: its hit can't be evicted while it waits.
         leader: whom a parked request waits for.
         deferred_for: why it was last held back.
     """
@@ -100,8 +128,10 @@ class Waiting:
     uncached_tokens: int = 0
     cost_tokens: float = 0.0
     group: int = NORMAL
+    line: int = -1
     key: _Key = ()
     queued: bool = False
+    safe: bool = False
     leader: Any = None
     deferred_for: str = ""
 
@@ -121,7 +151,8 @@ class AffinityLine:
     def __init__(self, rule: AffinityRule, cost: Cost) -> None:
         self.rule = rule
         self.cost = cost
-        self._line: list[tuple[_Key, Waiting]] = []
+        #: -1: preempted, overdue, and all requests of modes that don't age in lines
+        self._lines: dict[int, list[tuple[_Key, Waiting]]] = {-1: []}
         self._parked: dict[Waiting, None] = {}
         self._arrivals: list[tuple[int, int, Waiting]] = []
         self._deadlines: list[tuple[float, int, Waiting]] = []
@@ -131,11 +162,11 @@ class AffinityLine:
         self.uncached_tokens = 0
 
     def __len__(self) -> int:
-        return len(self._line) + len(self._parked)
+        return sum(map(len, self._lines.values())) + len(self._parked)
 
     def __iter__(self) -> Iterator[Waiting]:
         """The line in order, then what is parked."""
-        yield from [entry for _, entry in self._line]
+        yield from list(self.ready())
         yield from list(self._parked)
 
     @property
@@ -145,8 +176,11 @@ class AffinityLine:
 
     def ready(self) -> Iterator[Waiting]:
         """The line in order; the caller stops before it changes the line."""
-        for _, entry in self._line:
-            yield entry
+        lines = [line for line in self._lines.values() if line]
+        if len(lines) == 1:
+            yield from map(_entry, lines[0])
+        else:
+            yield from map(_entry, merge(*lines, key=self._key_now))
 
     def add(self, entry: Waiting, hit_tokens: int) -> None:
         """Put a request into the line."""
@@ -215,13 +249,11 @@ class AffinityLine:
             self._score(entry, entry.hit_tokens)
             self._insert(entry)
             overdue.append(entry)
-        if self.rule.mode == HRRN and len(self._line) > 1:
-            self._line = sorted(
-                ((self._key(entry), entry) for _, entry in self._line),
-                key=lambda pair: pair[0],
-            )
-            for key, entry in self._line:
-                entry.key = key
+        if self.rule.mode == HRRN:
+            front = self._lines[-1]
+            for _, entry in front:
+                entry.key = self._key(entry)
+            self._lines[-1] = sorted(((entry.key, entry) for _, entry in front), key=_first)
         return overdue
 
     def oldest(self) -> Waiting | None:
@@ -233,39 +265,57 @@ class AffinityLine:
 
     # -- keys --------------------------------------------------------------------------------
 
-    def _score(self, entry: Waiting, hit_tokens: int) -> None:
-        entry.hit_tokens = min(hit_tokens, max(0, entry.num_tokens - 1))
-        uncached = entry.num_tokens - entry.hit_tokens
-        self.uncached_tokens += uncached - entry.uncached_tokens
-        entry.uncached_tokens = uncached
+    def cost_of(self, entry: Waiting, num_tokens: int, hit_tokens: int) -> None:
+        """Set the lengths of a request, and what it costs, outside the line."""
+        entry.num_tokens = num_tokens
+        entry.hit_tokens = min(hit_tokens, max(0, num_tokens - 1))
+        entry.uncached_tokens = num_tokens - entry.hit_tokens
         entry.cost_tokens = self.cost.cost(entry.hit_tokens, entry.uncached_tokens)
+
+    def _score(self, entry: Waiting, hit_tokens: int) -> None:
+        before = entry.uncached_tokens
+        self.cost_of(entry, entry.num_tokens, hit_tokens)
+        self.uncached_tokens += entry.uncached_tokens - before
         entry.key = self._key(entry)
 
     def _key(self, entry: Waiting) -> _Key:
         rule = self.rule
+        entry.line = -1
         priority = entry.priority if rule.by_priority else 0
         if rule.mode == FCFS:
             return (priority, NORMAL, 0.0, entry.stock_key or (entry.order,), entry.order)
         if entry.group != NORMAL:
             return (priority, entry.group, 0.0, (entry.order,), entry.order)
-        aged = rule.age_credit * entry.arrived_tokens
-        if rule.mode == LONGEST_HIT:
-            score = aged - entry.hit_tokens
-        elif rule.mode == HRRN:
+        if rule.mode == HRRN:
             waited = max(0.0, self._now_tokens - entry.arrived_tokens)
             score = -(waited + entry.cost_tokens) / max(1.0, entry.cost_tokens)
+            return (priority, NORMAL, score, (entry.order,), entry.order)
+        # The credit up to now is the same for all of a line; the rest is the clock at arrival.
+        entry.line = rule.line_of(entry.uncached_tokens)
+        score = rule.age_credit * rule.rate_of(entry.line) * entry.arrived_tokens
+        if rule.mode == LONGEST_HIT:
+            score -= entry.hit_tokens
         else:
-            saved = self.cost.cost(0, entry.hit_tokens) if entry.hit_tokens else 0.0
-            score = entry.cost_tokens - rule.hit_weight * saved + aged
+            at_risk = 0 if entry.safe else entry.hit_tokens
+            saved = self.cost.cost(0, at_risk) if at_risk else 0.0
+            score += entry.cost_tokens - rule.hit_weight * saved
         return (priority, NORMAL, score, (entry.order,), entry.order)
+
+    def _key_now(self, pair: tuple[_Key, Waiting]) -> _Key:
+        """A key that compares across lines, the credit up to now included."""
+        key, entry = pair
+        if entry.line < 0:
+            return key
+        credit = self.rule.age_credit * self.rule.rate_of(entry.line) * self._now_tokens
+        return (key[0], key[1], key[2] - credit, *key[3:])
 
     # -- the sorted list ---------------------------------------------------------------------
 
     def _insert(self, entry: Waiting) -> None:
-        insort(self._line, (entry.key, entry), key=_first)
+        insort(self._lines.setdefault(entry.line, []), (entry.key, entry), key=_first)
 
     def _take(self, entry: Waiting) -> None:
-        line = self._line
+        line = self._lines[entry.line]
         at = bisect_left(line, entry.key, key=_first)
         # Keys end with the order of arrival, so no two are equal.
         assert line[at][1] is entry, "the line lost a request"
@@ -280,3 +330,7 @@ class AffinityLine:
 
 def _first(pair: tuple[_Key, Waiting]) -> _Key:
     return pair[0]
+
+
+def _entry(pair: tuple[_Key, Waiting]) -> Waiting:
+    return pair[1]

@@ -50,7 +50,7 @@ def extended(base: Any) -> Any:
             if queue is not None and clock is not None:
                 clock.finished(scheduler_output)
                 if clock.times is not None and clock.times.num_observed % _RECALIBRATE_STEPS == 255:
-                    queue.line.cost = clock.calibrated()
+                    queue.line.cost = clock.cost = clock.calibrated()
             return super().update_from_output(scheduler_output, *args, **kwargs)
 
         def set_pause_state(self, pause_state: Any) -> None:

@@ -57,6 +57,8 @@ class HitIndex:
 
     Args:
         manager: the scheduler's KV cache manager, stock or the plugin's.
+
+    Nothing may be looked up before :meth:`attach`.
     """
 
     def __init__(self, manager: Any) -> None:
@@ -68,7 +70,6 @@ class HitIndex:
         #: requests whose hit may get longer without a word from the blocks that are watched
         self._unsure: dict[Waiting, None] = {}
         self._map: Any = None
-        self.attach()
         #: whether the manager remembers look-ups, so that asking it costs nothing twice
         self._memoised = bool(getattr(manager, "memoise", False))
         managers = self.coordinator.single_type_managers

@@ -7,10 +7,17 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from vllm.v1.core.sched.request_queue import (
+    FCFSRequestQueue,
+    PriorityRequestQueue,
+    create_request_queue,
+)
+
 from mimo_plugin.engines.vllm.sched.extension import extended
 from mimo_plugin.engines.vllm.sched.queue import AffinityQueue
 from mimo_plugin.engines.vllm.sched.settings import SchedSettings
 from mimo_plugin.engines.vllm.sched.timing import StepClock
+from mimo_plugin.errors import FeatureUnavailable
 
 
 def install(
@@ -29,7 +36,15 @@ def install(
 
     Raises:
         ValueError: requests are waiting; their place in the queue would be lost.
+        FeatureUnavailable: the scheduler class brings a waiting queue of its own.
     """
+    found = type(scheduler.waiting)
+    if found not in (FCFSRequestQueue, PriorityRequestQueue, AffinityQueue):
+        raise FeatureUnavailable(
+            f"feature scheduler: the scheduler class {type(scheduler).__name__} brings a waiting "
+            f"queue of its own ({found.__name__}), whose order would be lost; needed: vLLM's own "
+            "queue; fix: leave scheduler out of --plugin mimo:…, or drop --scheduler-cls"
+        )
     if len(scheduler.waiting):
         raise ValueError(f"{len(scheduler.waiting)} requests are waiting; install on an idle queue")
     _detach(scheduler)
@@ -42,8 +57,6 @@ def install(
 
 def remove(scheduler: Any) -> None:
     """Put the stock queue back. Raises ValueError when requests are waiting."""
-    from vllm.v1.core.sched.request_queue import create_request_queue
-
     if len(scheduler.waiting):
         raise ValueError(f"{len(scheduler.waiting)} requests are waiting; remove on an idle queue")
     _detach(scheduler)

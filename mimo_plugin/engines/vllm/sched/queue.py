@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
+from math import inf
 from typing import Any
 
 from vllm.v1.core.sched.request_queue import RequestQueue
@@ -20,15 +21,11 @@ from vllm.v1.request import RequestStatus
 
 from mimo_plugin.core.affinity import NORMAL, OVERDUE, PREEMPTED, AffinityLine, Waiting
 from mimo_plugin.core.lanes import full_lane, lane_of, long_chunk_tokens
-from mimo_plugin.core.leaders import awaited_tokens, common_blocks
+from mimo_plugin.engines.vllm.sched.followers import Followers
 from mimo_plugin.engines.vllm.sched.hits import HitIndex
 from mimo_plugin.engines.vllm.sched.report import SchedReport
 from mimo_plugin.engines.vllm.sched.settings import SchedSettings
-from mimo_plugin.engines.vllm.sched.stops import Stops
 from mimo_plugin.engines.vllm.sched.timing import StepClock
-
-#: requests held back in one pass before the pass gives up; bounds the work of a step
-MAX_HELD = 256
 
 
 class AffinityQueue(RequestQueue):  # type: ignore[misc]
@@ -54,13 +51,13 @@ class AffinityQueue(RequestQueue):  # type: ignore[misc]
         self.by_priority = scheduler.policy.value == "priority"
         self.line = AffinityLine(settings.rule(by_priority=self.by_priority), settings.cost)
         self.hits = HitIndex(scheduler.kv_cache_manager)
-        self.stops = Stops(self.hits)
+        if settings.reorders:
+            self.hits.attach()
+        self.followers = Followers(self.line, self.hits)
         self.report = SchedReport(settings.lanes)
         self._entries: dict[str, Waiting] = {}
         self._blocked: dict[str, Waiting] = {}
         self._skipped: dict[str, Waiting] = {}
-        #: leader's id -> followers parked until it has passed what they share
-        self._followers: dict[str, dict[Waiting, int]] = {}
         self._arrivals = count()
         self._preemptions = count(-1, -1)
         #: the last pass ended for want of blocks or request slots
@@ -75,7 +72,8 @@ class AffinityQueue(RequestQueue):  # type: ignore[misc]
         self._offer_known = False
         self._refreshed = False
         self._popped: Waiting | None = None
-        self._held: set[Waiting] = set()
+        #: prefills of more tokens than this find their lane full in this pass
+        self._full_over_tokens: float = inf
         self._scans_left = self.settings.scan_requests
         self._long_chunk_tokens: int | None = None
 
@@ -270,15 +268,17 @@ class AffinityQueue(RequestQueue):  # type: ignore[misc]
         entry.num_tokens = request.num_tokens
         remote = request.kv_transfer_params
         if remote and remote.get("do_remote_prefill") and not request.num_preemptions:
-            # Another instance computed the prompt: next to nothing is left to do here.
+            # Another instance computed the prompt: next to nothing is left to do, or to lose.
+            entry.safe = True
             return int(request.num_tokens)
+        entry.safe = False
         return self.hits.look_up(entry, entry.hit_tokens)
 
     def _leave(self, entry: Waiting) -> None:
         request_id = entry.item.request_id
         self._entries.pop(request_id, None)
         self._blocked.pop(request_id, None)
-        self._unpark(entry, back=False)
+        self.followers.release(entry)
         self.line.remove(entry)
         self.hits.forget(entry)
 
@@ -290,6 +290,8 @@ class AffinityQueue(RequestQueue):  # type: ignore[misc]
         request = entry.item
         if request.status in (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS):
             self._skipped.pop(request.request_id, None)
+            # What it got in the end (and in mode fcfs nobody has looked before).
+            self.line.cost_of(entry, request.num_tokens, request.num_computed_tokens)
             waited_s = self.now_s() - entry.arrived_s
             self.report.admitted(entry, self.line.oldest(), waited_s, len(self._entries))
 
@@ -312,11 +314,11 @@ class AffinityQueue(RequestQueue):  # type: ignore[misc]
                     self.line.add(entry, self._look_up(entry))
             if not self.settings.reorders:
                 return
-            if self.hits.attach():
-                self._release_all_followers()
-            self._release_followers()
+            was_reset = self.hits.attach()
+            if len(self.followers):
+                self._release_followers(everyone=was_reset)
             for entry in self.line.advance(self.now_s(), self.clock_tokens):
-                self._unpark(entry, back=False)
+                self.followers.release(entry)
             unsure = self.hits.take_unsure()
             if unsure is not None and unsure.queued:
                 self._rescore(unsure)
@@ -328,9 +330,18 @@ class AffinityQueue(RequestQueue):  # type: ignore[misc]
         if not entry.queued:
             return
         self._scans_left -= 1
-        self._unpark(entry, back=True)
-        self._held.discard(entry)
+        self.followers.release(entry)
         self.line.rescore(entry, self._look_up(entry))
+
+    def _release_followers(self, *, everyone: bool) -> None:
+        at_work = {
+            r.request_id: r.num_computed_tokens
+            for r in self.scheduler._inflight_prefills
+            if r.status == RequestStatus.RUNNING
+        }
+        followers = self.followers
+        for entry in followers.everyone() if everyone else followers.passed(at_work):
+            self._rescore(entry)
 
     def _choose(self) -> Waiting | None:
         """The first of the line that may start now."""
@@ -338,10 +349,8 @@ class AffinityQueue(RequestQueue):  # type: ignore[misc]
             return next(self.line.ready(), None)
         checked: Waiting | None = None
         while True:
-            entry = next((e for e in self.line.ready() if e not in self._held), None)
-            if entry is None or len(self._held) > MAX_HELD:
-                return None
-            if entry.group != NORMAL:
+            entry = next(filter(self._lane_is_open, self.line.ready()), None)
+            if entry is None or entry.group != NORMAL:
                 return entry
             if entry is not checked and self._scans_left > 0:
                 # The score may be out of date in favour of the request; then look again.
@@ -356,97 +365,41 @@ class AffinityQueue(RequestQueue):  # type: ignore[misc]
             if self._may_start(entry):
                 return entry
 
+    def _lane_is_open(self, entry: Waiting) -> bool:
+        """Whether the lane of ``entry`` was not found full in this pass.
+
+        Lanes nest and the line starts with the most urgent requests, so what keeps one request
+        from starting keeps every longer one behind it from starting.
+        """
+        if entry.uncached_tokens <= self._full_over_tokens or entry.group != NORMAL:
+            return True
+        self.report.held(entry)
+        return False
+
+    def _active_prefills(self, entry: Waiting) -> list[Any]:
+        """Running prefills; under priority scheduling those that are no less urgent."""
+        return [
+            request
+            for request in self.scheduler._inflight_prefills
+            if request.status == RequestStatus.RUNNING
+            and (not self.by_priority or request.priority <= entry.priority)
+        ]
+
     def _may_start(self, entry: Waiting) -> bool:
         """Hold ``entry`` back if its lane is full or a leader is at work for it."""
-        scheduler = self.scheduler
-        # Under priority scheduling less urgent work is no reason to wait.
-        active = [
-            r
-            for r in scheduler._inflight_prefills
-            if r.status == RequestStatus.RUNNING
-            and (not self.by_priority or r.priority <= entry.priority)
-        ]
-        lanes = self.settings.lanes
+        lanes, active = self.settings.lanes, self._active_prefills(entry)
         if lane_of(lanes, entry.uncached_tokens):
             left = [r.num_tokens - r.num_computed_tokens for r in active]
             lane = full_lane(lanes, entry.uncached_tokens, left)
             if lane is not None:
-                self._held.add(entry)
-                scheduler.deferred_waiting.add(entry.item)
-                self.report.held(entry, lane)
+                self._full_over_tokens = lane.over_tokens
+                self.report.held(entry)
                 return False
-        if self.settings.dedupe and active:
+        if self.settings.dedupe:
             for leader in active:
-                tokens = self._awaited(entry, leader)
+                tokens = self.followers.awaited(entry, leader)
                 if tokens:
-                    self._park(entry, leader, tokens)
+                    self.followers.park(entry, leader, tokens)
+                    self.report.followed(entry, leader.request_id, tokens)
                     return False
         return True
-
-    # -- leaders and followers ---------------------------------------------------------------
-
-    def _awaited(self, entry: Waiting, leader: Any) -> int:
-        request = entry.item
-        if not self.hits.understands_groups or request.skip_reading_prefix_cache:
-            return 0
-        mine, theirs = request.block_hashes, leader.block_hashes
-        unit = self.hits.hash_tokens
-        next_block = entry.hit_tokens // unit
-        if (
-            next_block >= len(mine)
-            or next_block >= len(theirs)
-            or mine[next_block] != theirs[next_block]
-        ):
-            return 0
-        shared = min(common_blocks(mine, theirs) * unit, request.num_tokens - 1)
-        tokens = awaited_tokens(
-            entry.hit_tokens,
-            shared,
-            leader.num_computed_tokens,
-            lambda after, upto: self.stops.last(leader, after, upto),
-        )
-        key = self.hits.full_key(request, tokens) if tokens else None
-        # Hashed already: the leader gets there in this very step.
-        return 0 if key is None or self.hits.is_cached(key) else tokens
-
-    def _park(self, entry: Waiting, leader: Any, tokens: int) -> None:
-        key = self.hits.full_key(entry.item, tokens)
-        assert key is not None, "checked before"
-        self.hits.watch(entry, (key,))
-        self.line.park(entry)
-        entry.leader = leader.request_id
-        self._followers.setdefault(leader.request_id, {})[entry] = tokens
-        self.scheduler.deferred_waiting.add(entry.item)
-        self.report.followed(entry, leader.request_id, tokens)
-
-    def _unpark(self, entry: Waiting, *, back: bool) -> None:
-        leader_id, entry.leader = entry.leader, None
-        if leader_id is None:
-            return
-        followers = self._followers.get(leader_id)
-        if followers is not None:
-            followers.pop(entry, None)
-            if not followers:
-                del self._followers[leader_id]
-        if back and self.line.is_parked(entry):
-            self.line.unpark(entry)
-
-    def _release_followers(self) -> None:
-        """Bring back those whose leader has passed them by, or ended, or was preempted."""
-        if not self._followers:
-            return
-        at_work = {
-            r.request_id: r.num_computed_tokens
-            for r in self.scheduler._inflight_prefills
-            if r.status == RequestStatus.RUNNING
-        }
-        for leader_id, followers in list(self._followers.items()):
-            computed = at_work.get(leader_id)
-            for entry, tokens in list(followers.items()):
-                if computed is None or computed >= tokens:
-                    self._rescore(entry)
-
-    def _release_all_followers(self) -> None:
-        for followers in list(self._followers.values()):
-            for entry in list(followers):
-                self._rescore(entry)

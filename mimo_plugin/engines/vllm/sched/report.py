@@ -58,13 +58,15 @@ class SchedReport:
             return "arrival"
         return "priority" if oldest.priority != entry.priority else "affinity"
 
-    def held(self, entry: Waiting, lane: Lane) -> None:
+    def held(self, entry: Waiting) -> None:
         """``entry`` was passed over because its lane is full."""
-        self._deferred(entry, "lane", f"{lane.max_prefills} prefills over {lane.over_tokens} run")
+        self._deferred(entry, "lane", "the lanes for its %d uncached tokens are full")
 
     def followed(self, entry: Waiting, leader_id: str, tokens: int) -> None:
         """``entry`` waits for a leader to compute its first ``tokens`` tokens."""
-        self._deferred(entry, "duplicate", f"{leader_id} computes its first {tokens} tokens")
+        self._deferred(
+            entry, "duplicate", f"{leader_id} computes {tokens} of its tokens, %d are uncached"
+        )
 
     def _deferred(self, entry: Waiting, reason: str, detail: str) -> None:
         if entry.deferred_for == reason:

@@ -22,6 +22,8 @@ class SchedSettings:
 
     mode: str = COST
     age_credit: float = 0.25
+    long_tokens: int = 16_384
+    long_growth: float = 0.5
     hit_weight: float = 50.0
     max_wait_s: float = 120.0
     dedupe: bool = True
@@ -41,6 +43,8 @@ class SchedSettings:
         return AffinityRule(
             mode=self.mode,
             age_credit=self.age_credit,
+            long_tokens=self.long_tokens,
+            long_growth=self.long_growth,
             hit_weight=self.hit_weight,
             max_wait_s=self.max_wait_s,
             by_priority=by_priority,
@@ -59,6 +63,8 @@ def resolve_sched_settings(config: Any, vllm_config: Any) -> SchedSettings:
     return SchedSettings(
         mode=config.mode,
         age_credit=config.age_credit,
+        long_tokens=config.long_tokens,
+        long_growth=config.long_growth,
         hit_weight=config.hit_weight,
         max_wait_s=config.max_wait_s,
         dedupe=config.dedupe,

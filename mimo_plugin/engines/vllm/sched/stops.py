@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import Any
 
 from mimo_plugin.core.retention import find_message_starts
 from mimo_plugin.engines.vllm.sched.hits import HitIndex
+
+#: leaders whose message starts are remembered
+MAX_LEADERS = 64
 
 
 class Stops:
@@ -29,6 +33,8 @@ class Stops:
             else frozenset()
         )
         self._interval: int | None = getattr(coordinator, "retention_interval", 0)
+        # request id -> where its messages start; a prompt is searched once while it is a leader
+        self._starts: dict[str, list[int]] = {}
 
     def last(self, request: Any, after: int, upto: int) -> int:
         """The last resume point of ``request`` in ``(after, upto]``, 0 when there is none."""
@@ -43,19 +49,24 @@ class Stops:
         points = self._planned(request, after, upto)
         return max((p for p in points if after < p <= upto), default=0)
 
+    def _starts_of(self, request: Any) -> list[int]:
+        found = self._starts.get(request.request_id)
+        if found is None:
+            if len(self._starts) >= MAX_LEADERS:
+                del self._starts[next(iter(self._starts))]
+            found = find_message_starts(
+                request.all_token_ids, self._message_starts, 0, request.num_prompt_tokens
+            )
+            self._starts[request.request_id] = found
+        return found
+
     def _planned(self, request: Any, after: int, upto: int) -> list[int]:
         align = self._align
         prompt, junction = request.num_prompt_tokens, request.shared_prefix_boundary
         if self._rule is not None:
-            starts: list[int] = []
-            if self._message_starts:
-                found = find_message_starts(
-                    request.all_token_ids,
-                    self._message_starts,
-                    after,
-                    min(upto + align, prompt),
-                )
-                starts = self._rule.thin_boundaries(found, after)
+            found = self._starts_of(request) if self._message_starts else []
+            ahead = found[bisect_left(found, after) : bisect_left(found, upto + align)]
+            starts = self._rule.thin_boundaries(ahead, after)
             plan = self._rule.plan(after, upto, prompt, [junction] if junction else [], starts)
             return [tokens for tokens, _ in plan]
         points = [(prompt - 1) // align * align, prompt // align * align]

@@ -62,7 +62,7 @@ class StepClock:
 
     def finished(self, output: Any) -> None:
         """The output of a step has arrived."""
-        if self.times is None:
+        if self.times is None or not output.total_num_scheduled_tokens:
             return
         while self._in_flight and self._in_flight[0][0] is not output:
             self._in_flight.popleft()
