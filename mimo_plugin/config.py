@@ -103,6 +103,8 @@ class SchedulerConfig:
         hit_weight: how much a cached token that would have to be computed again if it were
             evicted counts against one that has to be computed anyway, >= 0.
         max_wait_s: waiting time in seconds after which nothing passes a request any more, > 0.
+        protect_hits: what a waiting request hits counts as used when the request arrives, so that
+            requests that start before it don't evict it first.
         dedupe: requests wait for a running prefill that computes what they miss.
         lanes: limits for concurrent long prefills, ascending by ``over_tokens``.
         lane_share: share of a step's tokens for all prefills of the lanes together while shorter
@@ -113,10 +115,11 @@ class SchedulerConfig:
 
     mode: str = "cost"
     age_credit: float = 0.25
-    long_tokens: int = 16_384
+    long_tokens: int = 12_288
     long_growth: float = 0.5
-    hit_weight: float = 50.0
+    hit_weight: float = 1.0
     max_wait_s: float = 120.0
+    protect_hits: bool = True
     dedupe: bool = True
     lanes: tuple[LaneConfig, ...] = (
         LaneConfig(over_tokens=65_536, max_prefills=2),
@@ -133,8 +136,8 @@ class MimoConfig:
 
     Attributes:
         features: names in the order of ``features.FEATURES``.
-        explicit: the user named them (False: plain ``--plugin mimo``, features that don't fit the
-            model are left out).
+        named: those that the user named, by ``features`` or by a section of their own; one of them
+            that doesn't fit the model is an error, the others are left out.
         strict: a feature that can't run stops start-up.
         kv: settings of the feature ``kv``.
         scheduler: settings of the feature ``scheduler``.
@@ -147,7 +150,7 @@ class MimoConfig:
     """
 
     features: tuple[str, ...]
-    explicit: bool
+    named: tuple[str, ...] = ()
     strict: bool = True
     kv: KvConfig = field(default_factory=KvConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -162,7 +165,7 @@ class MimoConfig:
         for name in _SECTIONS:
             if name in self.features:
                 out[name] = _jsonable(asdict(getattr(self, name)))
-        out.update({key: getattr(self, name) for key, name in _INTERNAL.items()})
+        out.update({key: _jsonable(getattr(self, name)) for key, name in _INTERNAL.items()})
         return out
 
 
@@ -177,7 +180,7 @@ def _jsonable(value: Any) -> Any:
 
 # What the validating process adds to the section for the others. Not for users, hence "_".
 _INTERNAL = {
-    "_explicit": "explicit",
+    "_named": "named",
     "_strict": "strict",
     "_user_scheduler_cls": "user_scheduler_cls",
     "_plugin_version": "plugin_version",
@@ -213,7 +216,6 @@ def parse_config(raw: Mapping[str, Any] | None, *, environ: Mapping[str, str]) -
 
     given = tuple(name for name in FEATURES if name in raw)
     wanted = raw.get("features", list(given) if given else AUTO)
-    explicit = bool(given) or wanted != AUTO
     names = defaults("vllm") if wanted == AUTO else parse_feature_names(wanted)
     for name in given:
         _require_available(name)
@@ -227,7 +229,7 @@ def parse_config(raw: Mapping[str, Any] | None, *, environ: Mapping[str, str]) -
     parsed = {name: parse(raw[name]) for name, parse in _SECTIONS.items() if name in raw}
     internal = {attr: raw[key] for key, attr in _INTERNAL.items() if key in raw}
     _check_internal(internal)
-    internal.setdefault("explicit", explicit)
+    internal["named"] = tuple(internal.get("named", given if wanted == AUTO else names))
     if "strict" not in internal:
         internal["strict"] = parse_strict(environ)
     return MimoConfig(features=names, **parsed, **internal)
@@ -275,8 +277,10 @@ def _require_available(name: str) -> None:
 
 def _check_internal(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
-        if name in ("explicit", "strict"):
+        if name == "strict":
             good = isinstance(value, bool)
+        elif name == "named":
+            good = isinstance(value, (list, tuple)) and set(value) <= set(FEATURES)
         elif name == "user_scheduler_cls":
             good = value is None or isinstance(value, str)
         else:
@@ -350,6 +354,7 @@ _SCHEDULER_VALUES: dict[str, Validator] = {
     "long_growth": number(least=0, most=1),
     "hit_weight": number(least=0),
     "max_wait_s": number(over=0),
+    "protect_hits": boolean,
     "dedupe": boolean,
     "lanes": _lanes,
     "lane_share": number(over=0, below=1),

@@ -39,27 +39,28 @@ def test_given_up_section_is_off():
 def test_plain_request_means_every_default_feature(raw):
     config = parse(raw)
     assert config.features == defaults("vllm")
-    assert not config.explicit
+    assert config.named == ()
     assert config.strict
     assert config.kv == cfg.KvConfig()
     assert config.scheduler == cfg.SchedulerConfig()
 
 
 @pytest.mark.parametrize(
-    ("raw", "features"),
+    ("raw", "features", "named"),
     [
-        ({"features": ["kv"]}, ("kv",)),
-        ({"features": "kv"}, ("kv",)),
-        ({"kv": {}}, ("kv",)),
-        ({"scheduler": {}}, ("scheduler",)),
-        ({"features": "scheduler,kv"}, ("kv", "scheduler")),
-        ({"features": "auto", "kv": {}}, defaults("vllm")),
+        ({"features": ["kv"]}, ("kv",), ("kv",)),
+        ({"features": "kv"}, ("kv",), ("kv",)),
+        ({"kv": {}}, ("kv",), ("kv",)),
+        ({"scheduler": {}}, ("scheduler",), ("scheduler",)),
+        ({"features": "scheduler,kv"}, ("kv", "scheduler"), ("kv", "scheduler")),
+        ({"features": "auto", "kv": {}}, defaults("vllm"), ("kv",)),
     ],
 )
-def test_named_features_are_explicit(raw, features):
+def test_what_the_user_named(raw, features, named):
     config = parse(raw)
     assert config.features == features
-    assert config.explicit
+    assert config.named == named
+    assert cfg.parse_config(config.to_dict(), environ={}) == config
 
 
 def test_every_kv_setting_is_parsed():
@@ -182,9 +183,9 @@ kv_configs = st.builds(
 )
 
 
-@given(kv=kv_configs, explicit=st.booleans(), strict=st.booleans())
-def test_round_trip(kv, explicit, strict):
-    config = cfg.MimoConfig(features=("kv",), explicit=explicit, strict=strict, kv=kv)
+@given(kv=kv_configs, named=st.booleans(), strict=st.booleans())
+def test_round_trip(kv, named, strict):
+    config = cfg.MimoConfig(features=("kv",), named=("kv",) if named else (), strict=strict, kv=kv)
     assert parse(json.loads(json.dumps(config.to_dict()))) == config
 
 

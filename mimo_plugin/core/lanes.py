@@ -53,16 +53,10 @@ def full_lane(
     return None
 
 
-def long_chunk_tokens(
-    budget_tokens: int,
-    *,
-    share: float,
-    decode_tokens: int,
-    shorter_work: bool,
-    long_prefills: int,
-    least_tokens: int,
+def long_room_tokens(
+    budget_tokens: int, *, share: float, decode_tokens: int, shorter_work: bool
 ) -> int:
-    """Tokens that one long prefill may take of a step.
+    """Tokens of a step for all long prefills together.
 
     The engine fills a step in the order in which requests were admitted, so without a limit a
     prefill of a million tokens takes every step whole: requests admitted later wait for its end,
@@ -70,13 +64,11 @@ def long_chunk_tokens(
 
     Args:
         budget_tokens: tokens of a step.
-        share: part of the step for all long prefills together while shorter work is there.
+        share: part of the step for long prefills while shorter work is there.
         decode_tokens: tokens that decoding requests need in the step.
         shorter_work: whether shorter prefills run, or wait and could start.
-        long_prefills: long prefills that run, >= 1.
-        least_tokens: never less than this, so that long prefills go on.
     """
     room = budget_tokens - decode_tokens
     if shorter_work:
         room = min(room, int(share * budget_tokens))
-    return max(least_tokens, room // max(1, long_prefills))
+    return max(0, room)

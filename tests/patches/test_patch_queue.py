@@ -91,8 +91,8 @@ def test_applies_inside_a_repository(engine: str, patch: Patch, tmp_path: Path) 
     plain_files(installed(engine), engine, sorted({f for p in series for f in p.files}), plain)
     before = series[: series.index(patch)]
     source.trial(before, plain, tree)
-    if not before:
-        plain_files(plain, engine, patch.files, tree)
+    new = set(patch.files) - {name for earlier in before for name in earlier.files}
+    plain_files(plain, engine, sorted(new), tree)
     trap = subprocess.run(
         ["git", "apply", "--check", "--verbose", str(patch.path)],
         cwd=tree,

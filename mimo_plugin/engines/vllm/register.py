@@ -188,7 +188,7 @@ def _fitting(vllm_config: Any, config: MimoConfig) -> tuple[str, ...]:
         reason = importlib.import_module(_FIT_MODULES[name]).why_not(vllm_config)
         if reason is None:
             features.append(name)
-        elif config.explicit:
+        elif name in config.named:
             raise FeatureUnavailable(f"feature {name!r} can't run here: {one_line(reason)}")
         else:
             logger.warning("mimo-plugin leaves out feature %r: %s", name, one_line(reason))

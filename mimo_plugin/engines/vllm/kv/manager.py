@@ -67,6 +67,13 @@ class MimoKVCacheManager(KVCacheManager):  # type: ignore[misc]
         if memo is not None:
             self.accounting.admitted(request, num_hits, memo.full_tokens)
 
+    def used_by_waiting(self, request: Any) -> None:
+        """A request that waits will want its hit: what it ends in counts as used now."""
+        self.get_computed_blocks(request)
+        memo = self._lookups.get(request.request_id)
+        if memo is not None and memo.node is not None and not memo.node.dead:
+            self.coordinator.order.used(memo.node)
+
     def evict_blocks(self, block_ids: set[int]) -> None:
         """As upstream; a connector calls it for blocks whose content can't be trusted."""
         self.coordinator.distrust()

@@ -37,10 +37,11 @@ def extended(base: Any) -> Any:
                 return super().schedule(*args, **kwargs)
             started_s = queue.clock_s()
             queue.begin_pass()
+            output = None
             try:
                 output = super().schedule(*args, **kwargs)
             finally:
-                queue.end_pass()
+                queue.end_pass(output.num_scheduled_tokens if output is not None else None)
             queue.processed(clock.scheduled(output, self.requests, started_s))
             return output
 
@@ -64,10 +65,12 @@ def extended(base: Any) -> Any:
         ) -> int:
             """As upstream, after the chunk of a long prefill is cut to its lane's share."""
             queue = self.affinity
-            if queue is not None and not self.need_mamba_block_aligned_split:
-                most = queue.long_chunk_tokens(request, num_computed_tokens)
-                if most is not None:
-                    num_new_tokens = min(num_new_tokens, most)
+            if (
+                queue is not None
+                and self.scheduler_config.enable_chunked_prefill
+                and not self.need_mamba_block_aligned_split
+            ):
+                num_new_tokens = queue.cut_chunk(request, num_computed_tokens, num_new_tokens)
             reserved: int = super()._reserve_prefill_lookahead(
                 request, num_computed_tokens, num_new_tokens
             )

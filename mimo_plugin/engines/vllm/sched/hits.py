@@ -138,6 +138,10 @@ class HitIndex:
             return entry
         return None
 
+    def call_dirty(self, entry: Waiting) -> None:
+        """Have ``entry`` looked up again."""
+        self._watch.dirty[entry] = None
+
     def is_dirty(self, entry: Waiting) -> bool:
         """Whether the look-up of ``entry`` is out of date."""
         return entry in self._watch.dirty
@@ -199,6 +203,32 @@ class HitIndex:
             # A window anywhere between the two would do; too many blocks to watch.
             self._unsure[entry] = None
         return hit
+
+    def protect(self, entry: Waiting, hit_tokens: int) -> None:
+        """Make what a waiting request hits the youngest of the cache: it is known to be wanted.
+
+        Otherwise the requests that start before it evict it first, if it has not been used for a
+        while. Nothing is held: when no other block is left, these are evicted too.
+        """
+        request = entry.item
+        used = getattr(self.manager, "used_by_waiting", None)
+        if used is not None:
+            used(request)
+            return
+        if not self._known or hit_tokens <= 0 or request.num_computed_tokens > 0:
+            return
+        hashes, get_block = self._hashes(request), self._map.get_one_block
+        idle: list[Any] = []
+        # Freed last, dies last: windows after full attention, each prefix from its end.
+        order = sorted(range(len(self.geometry)), key=lambda g: not self.geometry[g].is_full)
+        for group in order:
+            of_group = hashes[group]
+            for index in reversed(blocks_for_hit(self.geometry[group], hit_tokens)):
+                block = get_block(make_block_hash_with_group_id(of_group[index], group))
+                if block is not None and block.ref_cnt == 0:
+                    idle.append(block)
+        self.pool.touch(idle)
+        self.pool.free_blocks(idle)
 
     def exact(self, entry: Waiting) -> int | None:
         """The hit that the engine would find, where it is remembered anyway; else None."""

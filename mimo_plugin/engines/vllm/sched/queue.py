@@ -11,7 +11,7 @@ wait should start in this step. Between a peek and the pop that follows nothing 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count
 from math import inf
 from typing import Any
@@ -20,7 +20,7 @@ from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import RequestStatus
 
 from mimo_plugin.core.affinity import NORMAL, OVERDUE, PREEMPTED, AffinityLine, Waiting
-from mimo_plugin.core.lanes import full_lane, lane_of, long_chunk_tokens
+from mimo_plugin.core.lanes import full_lane, lane_of, long_room_tokens
 from mimo_plugin.engines.vllm.sched.followers import Followers
 from mimo_plugin.engines.vllm.sched.hits import HitIndex
 from mimo_plugin.engines.vllm.sched.report import SchedReport
@@ -54,7 +54,7 @@ class AffinityQueue(RequestQueue):  # type: ignore[misc]
         if settings.reorders:
             self.hits.attach()
         self.followers = Followers(self.line, self.hits)
-        self.report = SchedReport(settings.lanes)
+        self.report = SchedReport(settings.lanes, by_priority=self.by_priority)
         self._entries: dict[str, Waiting] = {}
         self._blocked: dict[str, Waiting] = {}
         self._skipped: dict[str, Waiting] = {}
@@ -70,12 +70,13 @@ class AffinityQueue(RequestQueue):  # type: ignore[misc]
     def _reset_pass(self) -> None:
         self._offer: Waiting | None = None
         self._offer_known = False
-        self._refreshed = False
         self._popped: Waiting | None = None
         #: prefills of more tokens than this find their lane full in this pass
         self._full_over_tokens: float = inf
         self._scans_left = self.settings.scan_requests
         self._long_chunk_tokens: int | None = None
+        self._long_room_tokens = 0
+        self._long_granted_tokens = 0
 
     # -- the engine's interface --------------------------------------------------------------
 
@@ -87,8 +88,10 @@ class AffinityQueue(RequestQueue):  # type: ignore[misc]
         """Take back a request: preempted, or skipped in this pass."""
         known = self._skipped.pop(request.request_id, None)
         if known is not None:
-            known.num_tokens = request.num_tokens
-            self._place(known)
+            # Its hit is known and still watched; looking again is for when something happened.
+            self._place(known, known.hit_tokens)
+            if known.stale:
+                self.hits.call_dirty(known)
         elif request.status == RequestStatus.PREEMPTED:
             self._enter(request, next(self._preemptions), preempted=True)
         else:
@@ -117,7 +120,7 @@ class AffinityQueue(RequestQueue):  # type: ignore[misc]
         """Hand out the request that ``peek_request`` names."""
         request = self.peek_request()
         entry = self._entries[request.request_id]
-        self._leave(entry)
+        self._leave(entry, keep_watch=self._in_pass)
         if self._in_pass:
             self._popped = entry
             self._skipped[request.request_id] = entry
@@ -162,10 +165,19 @@ class AffinityQueue(RequestQueue):  # type: ignore[misc]
         """The scheduler starts to schedule a step."""
         self._reset_pass()
         self._in_pass = True
+        if self._entries and self.settings.reorders:
+            # Now, not when the queue is asked: a long prefill that takes the whole step must see
+            # who has become ready or overdue.
+            self._refresh()
 
-    def end_pass(self) -> None:
-        """The scheduler has scheduled a step."""
-        self._settle()
+    def end_pass(self, scheduled_tokens: Mapping[str, int] | None = None) -> None:
+        """The scheduler has scheduled a step.
+
+        Args:
+            scheduled_tokens: tokens of each request in the step, by which its computed tokens have
+                been advanced already; None when scheduling failed.
+        """
+        self._settle(scheduled_tokens or {})
         offer = self._offer
         self._no_room = offer is not None
         if offer is not None and offer.group == OVERDUE and len(self._entries) > 1:
@@ -173,6 +185,8 @@ class AffinityQueue(RequestQueue):  # type: ignore[misc]
             self.report.guarded(offer)
         self._in_pass = False
         self._offer, self._offer_known = None, False
+        for entry in self._skipped.values():
+            self.hits.forget(entry)
         self._skipped.clear()
 
     def processed(self, equivalent_tokens: float) -> None:
@@ -205,18 +219,25 @@ class AffinityQueue(RequestQueue):  # type: ignore[misc]
                 out["prefill_tokens_per_s"] = clock.times.tokens_per_s
         return out
 
-    def long_chunk_tokens(self, request: Any, num_computed_tokens: int) -> int | None:
-        """Most tokens of ``request`` in this step if it is a long prefill, else None."""
+    def cut_chunk(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
+        """Tokens that ``request`` may compute in this step: fewer if it is a long prefill."""
         lanes = self.settings.lanes
-        if not self.settings.reorders or not lanes:
-            return None
-        if request.num_tokens - num_computed_tokens <= lanes[0].over_tokens:
-            return None
+        if (
+            not self.settings.reorders
+            or not lanes
+            or request.num_tokens - num_computed_tokens <= lanes[0].over_tokens
+        ):
+            return num_new_tokens
         if self._long_chunk_tokens is None:
-            self._long_chunk_tokens = self._work_out_long_chunk()
-        return self._long_chunk_tokens
+            self._long_chunk_tokens, self._long_room_tokens = self._work_out_long_chunk()
+        least = self.hits.alignment_tokens
+        left = self._long_room_tokens - self._long_granted_tokens
+        tokens = min(num_new_tokens, max(least, min(self._long_chunk_tokens, left)))
+        self._long_granted_tokens += tokens
+        return tokens
 
-    def _work_out_long_chunk(self) -> int:
+    def _work_out_long_chunk(self) -> tuple[int, int]:
+        """Tokens of a step for one long prefill, and for all of them."""
         scheduler, over = self.scheduler, self.settings.lanes[0].over_tokens
         decodes = long = short = 0
         for request in scheduler.running:
@@ -227,15 +248,16 @@ class AffinityQueue(RequestQueue):  # type: ignore[misc]
                 short += 1
             else:
                 decodes += 1
-        waiting = not self._no_room and any(e.uncached_tokens <= over for e in self.line.ready())
-        return long_chunk_tokens(
+        waiting = not self._no_room and any(
+            e.uncached_tokens <= over or e.group != NORMAL for e in self.line.ready()
+        )
+        room = long_room_tokens(
             scheduler.max_num_scheduled_tokens,
             share=self.settings.lane_share,
             decode_tokens=decodes * (1 + scheduler.num_spec_tokens),
             shorter_work=bool(short or waiting),
-            long_prefills=long,
-            least_tokens=self.hits.alignment_tokens,
         )
+        return room // max(1, long), room
 
     # -- entering and leaving ----------------------------------------------------------------
 
@@ -252,14 +274,29 @@ class AffinityQueue(RequestQueue):  # type: ignore[misc]
         )
         self._place(entry)
 
-    def _place(self, entry: Waiting) -> None:
+    def _place(self, entry: Waiting, hit_tokens: int | None = None) -> None:
         request = entry.item
+        twin = self._entries.get(request.request_id)
+        if twin is not None:
+            # A session that was preempted and then ended its turn on a late output comes twice.
+            self._leave(twin)
         self._entries[request.request_id] = entry
-        if self.scheduler._is_blocked_waiting_status(request.status):
+        entry.stale = False
+        # In the engine's own order a blocked request keeps its place and is asked in its turn.
+        if self.settings.reorders and self.scheduler._is_blocked_waiting_status(request.status):
             self._blocked[request.request_id] = entry
+        elif hit_tokens is None:
+            self._queue_up(entry)
         else:
-            self.line.add(entry, self._look_up(entry))
+            entry.num_tokens = request.num_tokens
+            self.line.add(entry, hit_tokens)
         self._offer, self._offer_known = None, False
+
+    def _queue_up(self, entry: Waiting) -> None:
+        hit = self._look_up(entry)
+        self.line.add(entry, hit)
+        if hit and self.settings.protect_hits and self.settings.reorders and not entry.safe:
+            self.hits.protect(entry, hit)
 
     def _look_up(self, entry: Waiting) -> int:
         if not self.settings.reorders:
@@ -274,15 +311,16 @@ class AffinityQueue(RequestQueue):  # type: ignore[misc]
         entry.safe = False
         return self.hits.look_up(entry, entry.hit_tokens)
 
-    def _leave(self, entry: Waiting) -> None:
+    def _leave(self, entry: Waiting, *, keep_watch: bool = False) -> None:
         request_id = entry.item.request_id
         self._entries.pop(request_id, None)
         self._blocked.pop(request_id, None)
         self.followers.release(entry)
         self.line.remove(entry)
-        self.hits.forget(entry)
+        if not keep_watch:
+            self.hits.forget(entry)
 
-    def _settle(self) -> None:
+    def _settle(self, scheduled_tokens: Mapping[str, int] | None = None) -> None:
         """Find out what became of the request that was popped last."""
         entry, self._popped = self._popped, None
         if entry is None:
@@ -290,8 +328,11 @@ class AffinityQueue(RequestQueue):  # type: ignore[misc]
         request = entry.item
         if request.status in (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS):
             self._skipped.pop(request.request_id, None)
+            self.hits.forget(entry)
             # What it got in the end (and in mode fcfs nobody has looked before).
-            self.line.cost_of(entry, request.num_tokens, request.num_computed_tokens)
+            step_tokens = (scheduled_tokens or {}).get(request.request_id, 0)
+            hit = request.num_computed_tokens - step_tokens
+            self.line.cost_of(entry, request.num_tokens, hit)
             waited_s = self.now_s() - entry.arrived_s
             self.report.admitted(entry, self.line.oldest(), waited_s, len(self._entries))
 
@@ -300,37 +341,40 @@ class AffinityQueue(RequestQueue):  # type: ignore[misc]
     def _next_offer(self) -> Waiting | None:
         if not self._offer_known:
             self._settle()
-            self._refresh()
+            if self.settings.reorders:
+                self._rescore_dirty()
             self._offer, self._offer_known = self._choose(), True
         return self._offer
 
     def _refresh(self) -> None:
-        """Bring scores up to date, as far as the budget of a pass goes."""
-        if not self._refreshed:
-            self._refreshed = True
-            for request_id, entry in list(self._blocked.items()):
-                if self.scheduler._handle_blocked_waiting_request(entry.item):
-                    del self._blocked[request_id]
-                    self.line.add(entry, self._look_up(entry))
-            if not self.settings.reorders:
-                return
-            was_reset = self.hits.attach()
-            if len(self.followers):
-                self._release_followers(everyone=was_reset)
-            for entry in self.line.advance(self.now_s(), self.clock_tokens):
-                self.followers.release(entry)
-            unsure = self.hits.take_unsure()
-            if unsure is not None and unsure.queued:
-                self._rescore(unsure)
-        if self.settings.reorders:
-            for entry in self.hits.take_dirty(self._scans_left):
-                self._rescore(entry)
+        """Bring the line up to date, as far as the budget of a pass goes."""
+        for request_id, entry in list(self._blocked.items()):
+            if self.scheduler._handle_blocked_waiting_request(entry.item):
+                del self._blocked[request_id]
+                self._queue_up(entry)
+        was_reset = self.hits.attach()
+        if len(self.followers):
+            self._release_followers(everyone=was_reset)
+        for entry in self.line.advance(self.now_s(), self.clock_tokens):
+            self.followers.release(entry)
+        unsure = self.hits.take_unsure()
+        if unsure is not None:
+            self._rescore(unsure)
+        self._rescore_dirty()
+
+    def _rescore_dirty(self) -> None:
+        for entry in self.hits.take_dirty(self._scans_left):
+            self._rescore(entry)
 
     def _rescore(self, entry: Waiting) -> None:
         if not entry.queued:
+            entry.stale = True  # popped; it may come back at the end of the pass
+            return
+        self.followers.release(entry)
+        if self._scans_left <= 0:
+            self.hits.call_dirty(entry)
             return
         self._scans_left -= 1
-        self.followers.release(entry)
         self.line.rescore(entry, self._look_up(entry))
 
     def _release_followers(self, *, everyone: bool) -> None:
@@ -357,7 +401,7 @@ class AffinityQueue(RequestQueue):  # type: ignore[misc]
                 checked = entry
                 self._scans_left -= 1
                 hit = self._look_up(entry)
-                exact = self.hits.exact(entry)
+                exact = None if entry.safe else self.hits.exact(entry)
                 hit = hit if exact is None else exact
                 if hit != entry.hit_tokens:
                     self.line.rescore(entry, hit)
@@ -378,12 +422,15 @@ class AffinityQueue(RequestQueue):  # type: ignore[misc]
 
     def _active_prefills(self, entry: Waiting) -> list[Any]:
         """Running prefills; under priority scheduling those that are no less urgent."""
-        return [
+        active = [
             request
             for request in self.scheduler._inflight_prefills
             if request.status == RequestStatus.RUNNING
             and (not self.by_priority or request.priority <= entry.priority)
         ]
+        # It is a set; who follows whom must not depend on addresses.
+        active.sort(key=_arrival)
+        return active
 
     def _may_start(self, entry: Waiting) -> bool:
         """Hold ``entry`` back if its lane is full or a leader is at work for it."""
@@ -403,3 +450,7 @@ class AffinityQueue(RequestQueue):  # type: ignore[misc]
                     self.report.followed(entry, leader.request_id, tokens)
                     return False
         return True
+
+
+def _arrival(request: Any) -> tuple[float, str]:
+    return request.arrival_time, request.request_id

@@ -17,8 +17,9 @@ logger = logging.getLogger("vllm.mimo_plugin")
 class SchedReport:
     """Counts decisions; every admission has exactly one reason."""
 
-    def __init__(self, lanes: Sequence[Lane]) -> None:
+    def __init__(self, lanes: Sequence[Lane], *, by_priority: bool = False) -> None:
         self.lanes = tuple(lanes)
+        self.by_priority = by_priority
         self.buffer = MetricsBuffer()
         self._gauges: dict[str, float] = {}
 
@@ -48,33 +49,38 @@ class SchedReport:
                 num_waiting,
             )
 
-    @staticmethod
-    def _reason(entry: Waiting, oldest: Waiting | None) -> str:
+    def _reason(self, entry: Waiting, oldest: Waiting | None) -> str:
         if entry.group == PREEMPTED:
             return "preempted"
         if entry.group == OVERDUE:
             return "max_wait"
         if oldest is None or entry.order < oldest.order:
             return "arrival"
-        return "priority" if oldest.priority != entry.priority else "affinity"
+        urgent = self.by_priority and oldest.priority != entry.priority
+        return "priority" if urgent else "affinity"
 
     def held(self, entry: Waiting) -> None:
         """``entry`` was passed over because its lane is full."""
-        self._deferred(entry, "lane", "the lanes for its %d uncached tokens are full")
+        self._deferred(entry, "lane", "its lane is full")
 
     def followed(self, entry: Waiting, leader_id: str, tokens: int) -> None:
         """``entry`` waits for a leader to compute its first ``tokens`` tokens."""
-        self._deferred(
-            entry, "duplicate", f"{leader_id} computes {tokens} of its tokens, %d are uncached"
-        )
+        self._deferred(entry, "duplicate", f"{leader_id} computes its first {tokens} tokens")
 
     def _deferred(self, entry: Waiting, reason: str, detail: str) -> None:
-        if entry.deferred_for == reason:
+        if reason in entry.deferred_for:
             return
-        entry.deferred_for = reason
+        entry.deferred_for += (reason,)
         self.buffer.inc("scheduler_deferrals", reason=reason)
         if logger.isEnabledFor(logging.DEBUG):
-            logger.debug("mimo scheduler: defer %s (%s): %s", entry.item.request_id, reason, detail)
+            logger.debug(
+                "mimo scheduler: defer %s (%s): %s; hit %d of %d tokens",
+                entry.item.request_id,
+                reason,
+                detail,
+                entry.hit_tokens,
+                entry.num_tokens,
+            )
 
     def guarded(self, entry: Waiting) -> None:
         """Others were held back for an overdue request that does not fit yet."""

@@ -22,10 +22,11 @@ class SchedSettings:
 
     mode: str = COST
     age_credit: float = 0.25
-    long_tokens: int = 16_384
+    long_tokens: int = 12_288
     long_growth: float = 0.5
-    hit_weight: float = 50.0
+    hit_weight: float = 1.0
     max_wait_s: float = 120.0
+    protect_hits: bool = True
     dedupe: bool = True
     lanes: tuple[Lane, ...] = _DEFAULT_LANES
     lane_share: float = 0.5
@@ -67,6 +68,7 @@ def resolve_sched_settings(config: Any, vllm_config: Any) -> SchedSettings:
         long_growth=config.long_growth,
         hit_weight=config.hit_weight,
         max_wait_s=config.max_wait_s,
+        protect_hits=config.protect_hits,
         dedupe=config.dedupe,
         lanes=tuple(Lane(lane.over_tokens, lane.max_prefills) for lane in config.lanes),
         lane_share=config.lane_share,
