@@ -50,7 +50,7 @@ def test_defaults():
         mode="cost",
         age_credit=0.25,
         hit_weight=1.0,
-        max_wait_s=120.0,
+        max_wait_s=300.0,
         dedupe=True,
         lanes=(
             cfg.LaneConfig(over_tokens=65_536, max_prefills=2),
@@ -59,7 +59,7 @@ def test_defaults():
         long_tokens=config.scheduler.long_tokens,
         long_growth=config.scheduler.long_growth,
         lane_share=0.5,
-        scan_requests=64,
+        scan_requests=16,
         calibrate=True,
     )
 

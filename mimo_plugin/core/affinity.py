@@ -81,7 +81,7 @@ class AffinityRule:
     long_tokens: int = 12_288
     long_growth: float = 0.5
     hit_weight: float = 1.0
-    max_wait_s: float = 120.0
+    max_wait_s: float = 300.0
     by_priority: bool = False
 
     def line_of(self, uncached_tokens: int) -> int:
@@ -107,6 +107,7 @@ class Waiting:
         stock_key: what the engine's own queue orders by within a priority.
         num_tokens: prompt tokens (and output so far, after a preemption).
         hit_tokens: as last looked up.
+        full_tokens: the hit that full attention alone would give, as last looked up.
         uncached_tokens: what it would compute now.
         group: PREEMPTED, OVERDUE or NORMAL.
         line: which line it is in; -1 is the front, whose requests don't age.
@@ -126,6 +127,7 @@ class Waiting:
     priority: int = 0
     stock_key: tuple[Any, ...] = ()
     hit_tokens: int = 0
+    full_tokens: int = 0
     uncached_tokens: int = 0
     cost_tokens: float = 0.0
     group: int = NORMAL

@@ -20,7 +20,7 @@ def probe_hit(
     max_hit_tokens: int,
     resident: Callable[[int, int], bool],
     *,
-    guess_tokens: int = 0,
+    before: tuple[int, int] = (0, 0),
 ) -> tuple[int, int]:
     """Hit, and the hit that full attention alone would give, both aligned, in tokens.
 
@@ -29,7 +29,8 @@ def probe_hit(
         alignment_tokens: a multiple of every block size.
         max_hit_tokens: longest hit allowed.
         resident: ``(group index, block index)`` -> is that block cached?
-        guess_tokens: where the full-attention prefix ended last time; only saves probes.
+        before: the answer last time. Saves probes; a window that was cached since then at or below
+            the full-attention prefix of last time is not seen.
     """
     full = [(i, g) for i, g in enumerate(groups) if g.is_full]
     swa = [(i, g) for i, g in enumerate(groups) if not g.is_full]
@@ -39,7 +40,7 @@ def probe_hit(
         return all(resident(i, blocks_for_hit(g, tokens)[-1]) for i, g in full)
 
     low, high = 0, max(0, max_hit_tokens) // alignment_tokens
-    guess = min(guess_tokens // alignment_tokens, high)
+    guess = min(before[1] // alignment_tokens, high)
     if full and guess and reaches(guess):
         # Most often nothing changed, or the prefix grew by a few blocks.
         low, step = guess, 1
@@ -55,9 +56,11 @@ def probe_hit(
         else:
             high = middle - 1
     full_tokens = (low if full else high) * alignment_tokens
-    hit = full_tokens
-    settled = 0
+    hit, settled = full_tokens, 0
     while hit and swa and settled < len(swa):
+        if before[0] < hit <= before[1]:
+            hit = before[0]  # no hit ended between the two
+            continue
         settled = 0
         for i, group in swa:
             lower = _below_gap(i, group, hit, alignment_tokens, resident)

@@ -272,9 +272,9 @@ def test_a_request_without_its_grammar_blocks_nobody_and_is_not_scored(base):
     looked_up: list[str] = []
     original = engine.queue.hits.look_up
 
-    def look_up(entry: Any, *args: Any) -> int:
+    def look_up(entry: Any, **kwargs: Any) -> int:
         looked_up.append(entry.item.request_id)
-        return original(entry, *args)
+        return original(entry, **kwargs)
 
     engine.queue.hits.look_up = look_up
     blocked = engine.add(request := grammar_request(engine, unique(1, 30), 2))

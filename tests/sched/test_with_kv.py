@@ -53,21 +53,25 @@ def test_the_score_at_the_start_is_what_admission_finds(base, shape):
             scored[request.request_id] = popped.hit_tokens
         return request
 
+    def step_and_compare() -> None:
+        scored.clear()
+        engine.step()
+        for name, score in scored.items():
+            # Without kv a window that was cached since may make more of a prefix usable.
+            found = engine.hits[name]
+            assert score == found or (shape == "hybrid" and score < found)
+
     engine.queue.pop_request = pop_request
     rng = random.Random(7)
     for i in range(40):
         prompt = unique(rng.randrange(4), rng.choice([64, 200, 256])) + unique(50 + i, 40)
         engine.submit(prompt, rng.choice([1, 6]))
         if rng.random() < 0.5:
-            scored.clear()
-            engine.step()
-            assert {n: engine.hits[n] for n in scored} == scored
+            step_and_compare()
     for _ in range(400):
         if not engine.scheduler.has_unfinished_requests():
             break
-        scored.clear()
-        engine.step()
-        assert {n: engine.hits[n] for n in scored} == scored
+        step_and_compare()
     assert any(engine.hits.values())
     empty(engine)
 

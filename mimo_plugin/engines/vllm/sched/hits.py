@@ -2,10 +2,10 @@
 """Hits of waiting requests, kept up to date by what happens in the block pool.
 
 Looking up every waiting request at every step is what makes cache-aware queues expensive. Here the
-map from block hash to block tells us when one of the few blocks changes that a request's hit hangs
-on: the first full-attention block it lacks, the last one it has, and the last sliding-window block
-of its hit in each group. Nothing is done for the others, so a step costs the same whether ten or a
-thousand requests wait.
+map from block hash to block tells us when the first full-attention block that a request lacks is
+cached: then its hit may have grown, and it is looked up again. That a hit has shrunk need not be
+known before its request is first in line, where it is looked up anyway. Nothing is done for the
+others, so a step costs the same whether ten or a thousand requests wait.
 """
 
 from __future__ import annotations
@@ -23,33 +23,27 @@ from mimo_plugin.engines.vllm.kv.state import group_geometry
 
 
 class _Watch:
-    """Who is interested in which block hash, and whom something has happened to."""
+    """Who waits for which block to be cached, and for whom that has happened."""
 
     __slots__ = ("dirty", "watchers")
 
     def __init__(self) -> None:
-        self.watchers: dict[bytes, set[Waiting]] = {}
+        # Insertion order, not a set's, so that the same history gives the same schedule.
+        self.watchers: dict[bytes, dict[Waiting, None]] = {}
         self.dirty: dict[Waiting, None] = {}
 
 
 @lru_cache(maxsize=4)
 def _watched_class(base: Any) -> Any:
-    """The pool's map class, with a note to the watchers on every change."""
+    """The pool's map class, with a note to those who wait for the block that is cached."""
 
     def insert(self: Any, key: Any, block: Any) -> None:
         base.insert(self, key, block)
-        interested = self.mimo_watch.watchers.get(key)
-        if interested:
-            self.mimo_watch.dirty.update(dict.fromkeys(interested))
+        waiting = self.mimo_watch.watchers.get(key)
+        if waiting:
+            self.mimo_watch.dirty.update(waiting)
 
-    def pop(self: Any, key: Any, block_id: int) -> Any:
-        block = base.pop(self, key, block_id)
-        interested = self.mimo_watch.watchers.get(key)
-        if interested:
-            self.mimo_watch.dirty.update(dict.fromkeys(interested))
-        return block
-
-    return type(f"Watched{base.__name__}", (base,), {"insert": insert, "pop": pop})
+    return type(f"Watched{base.__name__}", (base,), {"insert": insert})
 
 
 class HitIndex:
@@ -152,27 +146,31 @@ class HitIndex:
         for key in self._keys.pop(entry, ()):
             interested = self._watch.watchers.get(key)
             if interested is not None:
-                interested.discard(entry)
+                interested.pop(entry, None)
                 if not interested:
                     del self._watch.watchers[key]
         self._watch.dirty.pop(entry, None)
 
     def watch(self, entry: Waiting, keys: tuple[bytes, ...]) -> None:
-        """Call ``entry`` dirty when one of ``keys`` is cached or evicted, instead of the former."""
+        """Call ``entry`` dirty when one of ``keys`` is cached, instead of the former ones."""
         self.forget(entry)
         self._keys[entry] = keys
         watchers = self._watch.watchers
         for key in keys:
             interested = watchers.get(key)
             if interested is None:
-                watchers[key] = {entry}
+                watchers[key] = {entry: None}
             else:
-                interested.add(entry)
+                interested[entry] = None
 
     # -- look-ups ----------------------------------------------------------------------------
 
-    def look_up(self, entry: Waiting, guess_tokens: int = 0) -> int:
-        """The hit of a waiting request now, in tokens; watches the blocks it hangs on."""
+    def look_up(self, entry: Waiting, *, anew: bool = False) -> int:
+        """The hit of a waiting request now, in tokens; watches the block that it lacks.
+
+        Args:
+            anew: search windows everywhere, not only past where the last look-up ended.
+        """
         request = entry.item
         if request.num_computed_tokens > 0:
             return int(request.num_computed_tokens)
@@ -196,9 +194,10 @@ class HitIndex:
             self.alignment_tokens,
             request.num_tokens - 1,
             resident,
-            guess_tokens=guess_tokens,
+            before=(0, 0) if anew else (entry.hit_tokens, entry.full_tokens),
         )
-        self.watch(entry, self._hinges(hashes, hit, full))
+        entry.full_tokens = full
+        self.watch(entry, self._missing(hashes, full))
         if hit < full:
             # A window anywhere between the two would do; too many blocks to watch.
             self._unsure[entry] = None
@@ -250,18 +249,14 @@ class HitIndex:
             for g in self.geometry
         ]
 
-    def _hinges(self, hashes: list[Any], hit: int, full: int) -> tuple[bytes, ...]:
+    def _missing(self, hashes: list[Any], full_tokens: int) -> tuple[bytes, ...]:
+        """Keys of the first full-attention blocks that a prefix of ``full_tokens`` lacks."""
         keys: list[bytes] = []
-        for group, geometry in enumerate(self.geometry):
-            of_group = hashes[group]
-            if geometry.is_full:
-                last = blocks_for_hit(geometry, full)[-1] if full else -1
-                wanted = [last, last + 1]
-            else:
-                wanted = [blocks_for_hit(geometry, hit)[-1] if hit else -1]
-            for index in wanted:
-                if 0 <= index < len(of_group):
-                    keys.append(make_block_hash_with_group_id(of_group[index], group))
+        for group in self.full_ids:
+            geometry, of_group = self.geometry[group], hashes[group]
+            index = blocks_for_hit(geometry, full_tokens)[-1] + 1 if full_tokens else 0
+            if index < len(of_group):
+                keys.append(make_block_hash_with_group_id(of_group[index], group))
         return tuple(keys)
 
     def full_key(self, request: Any, tokens: int) -> bytes | None:

@@ -27,6 +27,9 @@ from mimo_plugin.engines.vllm.sched.report import SchedReport
 from mimo_plugin.engines.vllm.sched.settings import SchedSettings
 from mimo_plugin.engines.vllm.sched.timing import StepClock
 
+#: every so many passes one request is looked up whose hit may have grown unseen
+PASSES_PER_RECHECK = 16
+
 
 class AffinityQueue(RequestQueue):  # type: ignore[misc]
     """``scheduler.waiting`` in the order of :class:`AffinityLine`.
@@ -62,6 +65,7 @@ class AffinityQueue(RequestQueue):  # type: ignore[misc]
         self._preemptions = count(-1, -1)
         #: the last pass ended for want of blocks or request slots
         self._no_room = False
+        self._passes = 0
         self._paused_s = 0.0
         self._paused_since: float | None = None
         self._in_pass = False
@@ -298,7 +302,7 @@ class AffinityQueue(RequestQueue):  # type: ignore[misc]
         if hit and self.settings.protect_hits and self.settings.reorders and not entry.safe:
             self.hits.protect(entry, hit)
 
-    def _look_up(self, entry: Waiting) -> int:
+    def _look_up(self, entry: Waiting, *, anew: bool = False) -> int:
         if not self.settings.reorders:
             return 0
         request = entry.item
@@ -309,7 +313,7 @@ class AffinityQueue(RequestQueue):  # type: ignore[misc]
             entry.safe = True
             return int(request.num_tokens)
         entry.safe = False
-        return self.hits.look_up(entry, entry.hit_tokens)
+        return self.hits.look_up(entry, anew=anew)
 
     def _leave(self, entry: Waiting, *, keep_watch: bool = False) -> None:
         request_id = entry.item.request_id
@@ -357,16 +361,18 @@ class AffinityQueue(RequestQueue):  # type: ignore[misc]
             self._release_followers(everyone=was_reset)
         for entry in self.line.advance(self.now_s(), self.clock_tokens):
             self.followers.release(entry)
-        unsure = self.hits.take_unsure()
-        if unsure is not None:
-            self._rescore(unsure)
+        self._passes += 1
+        if self._passes % PASSES_PER_RECHECK == 0:
+            unsure = self.hits.take_unsure()
+            if unsure is not None:
+                self._rescore(unsure, anew=True)
         self._rescore_dirty()
 
     def _rescore_dirty(self) -> None:
         for entry in self.hits.take_dirty(self._scans_left):
             self._rescore(entry)
 
-    def _rescore(self, entry: Waiting) -> None:
+    def _rescore(self, entry: Waiting, *, anew: bool = False) -> None:
         if not entry.queued:
             entry.stale = True  # popped; it may come back at the end of the pass
             return
@@ -375,7 +381,7 @@ class AffinityQueue(RequestQueue):  # type: ignore[misc]
             self.hits.call_dirty(entry)
             return
         self._scans_left -= 1
-        self.line.rescore(entry, self._look_up(entry))
+        self.line.rescore(entry, self._look_up(entry, anew=anew))
 
     def _release_followers(self, *, everyone: bool) -> None:
         at_work = {

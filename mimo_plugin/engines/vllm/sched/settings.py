@@ -25,12 +25,12 @@ class SchedSettings:
     long_tokens: int = 12_288
     long_growth: float = 0.5
     hit_weight: float = 1.0
-    max_wait_s: float = 120.0
+    max_wait_s: float = 300.0
     protect_hits: bool = True
     dedupe: bool = True
     lanes: tuple[Lane, ...] = _DEFAULT_LANES
     lane_share: float = 0.5
-    scan_requests: int = 64
+    scan_requests: int = 16
     calibrate: bool = True
     cost: PrefillCost = PrefillCost(float("inf"))
 
