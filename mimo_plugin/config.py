@@ -116,7 +116,7 @@ class SchedulerConfig:
     mode: str = "cost"
     age_credit: float = 0.25
     long_tokens: int = 12_288
-    long_growth: float = 0.5
+    long_growth: float = 0.25
     hit_weight: float = 1.0
     max_wait_s: float = 300.0
     protect_hits: bool = True

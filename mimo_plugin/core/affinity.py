@@ -79,7 +79,7 @@ class AffinityRule:
     mode: str = COST
     age_credit: float = 0.25
     long_tokens: int = 12_288
-    long_growth: float = 0.5
+    long_growth: float = 0.25
     hit_weight: float = 1.0
     max_wait_s: float = 300.0
     by_priority: bool = False

@@ -13,12 +13,15 @@ from collections.abc import Callable, Sequence
 
 from mimo_plugin.core.window import GroupGeometry, blocks_for_hit
 
+Resident = Callable[[int, int], bool]
+"""``(group index, block index)`` -> is that block cached?"""
+
 
 def probe_hit(
     groups: Sequence[GroupGeometry],
     alignment_tokens: int,
     max_hit_tokens: int,
-    resident: Callable[[int, int], bool],
+    resident: Resident,
     *,
     before: tuple[int, int] = (0, 0),
 ) -> tuple[int, int]:
@@ -28,34 +31,60 @@ def probe_hit(
         groups: all KV cache groups.
         alignment_tokens: a multiple of every block size.
         max_hit_tokens: longest hit allowed.
-        resident: ``(group index, block index)`` -> is that block cached?
+        resident: whether a block is cached.
         before: the answer last time. Saves probes; a window that was cached since then at or below
             the full-attention prefix of last time is not seen.
     """
+    full = probe_full(groups, alignment_tokens, max_hit_tokens, resident, guess_tokens=before[1])
+    return probe_windows(groups, alignment_tokens, full, resident, before=before), full
+
+
+def probe_full(
+    groups: Sequence[GroupGeometry],
+    alignment_tokens: int,
+    max_hit_tokens: int,
+    resident: Resident,
+    *,
+    guess_tokens: int = 0,
+) -> int:
+    """The hit that full attention alone would give, in tokens; ``guess_tokens`` saves probes."""
+    high = max(0, max_hit_tokens) // alignment_tokens
     full = [(i, g) for i, g in enumerate(groups) if g.is_full]
-    swa = [(i, g) for i, g in enumerate(groups) if not g.is_full]
+    if not full:
+        return high * alignment_tokens
 
     def reaches(units: int) -> bool:
         tokens = units * alignment_tokens
         return all(resident(i, blocks_for_hit(g, tokens)[-1]) for i, g in full)
 
-    low, high = 0, max(0, max_hit_tokens) // alignment_tokens
-    guess = min(before[1] // alignment_tokens, high)
-    if full and guess and reaches(guess):
+    low, guess = 0, min(guess_tokens // alignment_tokens, high)
+    if guess and reaches(guess):
         # Most often nothing changed, or the prefix grew by a few blocks.
         low, step = guess, 1
         while low + step <= high and reaches(low + step):
             low, step = low + step, 2 * step
         high = min(high, low + step - 1)
-    elif full and guess:
+    elif guess:
         high = guess - 1
-    while full and low < high:
+    while low < high:
         middle = (low + high + 1) // 2
         if reaches(middle):
             low = middle
         else:
             high = middle - 1
-    full_tokens = (low if full else high) * alignment_tokens
+    return low * alignment_tokens
+
+
+def probe_windows(
+    groups: Sequence[GroupGeometry],
+    alignment_tokens: int,
+    full_tokens: int,
+    resident: Resident,
+    *,
+    before: tuple[int, int] = (0, 0),
+) -> int:
+    """Longest hit up to ``full_tokens`` whose sliding windows are cached; arguments as above."""
+    swa = [(i, g) for i, g in enumerate(groups) if not g.is_full]
     hit, settled = full_tokens, 0
     while hit and swa and settled < len(swa):
         if before[0] < hit <= before[1]:
@@ -69,7 +98,7 @@ def probe_hit(
             else:
                 hit = lower
                 break
-    return hit, full_tokens
+    return hit
 
 
 def _below_gap(

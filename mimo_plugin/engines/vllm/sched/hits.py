@@ -17,7 +17,7 @@ from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id, resolve_b
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from mimo_plugin.core.affinity import Waiting
-from mimo_plugin.core.probe import probe_hit
+from mimo_plugin.core.probe import probe_full, probe_windows
 from mimo_plugin.core.window import blocks_for_hit
 from mimo_plugin.engines.vllm.kv.state import group_geometry
 
@@ -63,36 +63,31 @@ class HitIndex:
         self._keys: dict[Waiting, tuple[bytes, ...]] = {}
         #: requests whose hit may get longer without a word from the blocks that are watched
         self._unsure: dict[Waiting, None] = {}
+        #: windows found since the last :meth:`new_batch`, by prefix
+        self._answers: dict[Any, int] = {}
         self._map: Any = None
         #: whether the manager remembers look-ups, so that asking it costs nothing twice
         self._memoised = bool(getattr(manager, "memoise", False))
         managers = self.coordinator.single_type_managers
         specs = [m.kv_cache_spec for m in managers]
-        self._known = (
-            bool(specs)
+        #: all groups are full or sliding-window attention
+        self.understands_groups = bool(
+            specs
             and all(isinstance(spec, (FullAttentionSpec, SlidingWindowSpec)) for spec in specs)
             and any(isinstance(spec, FullAttentionSpec) for spec in specs)
             and not getattr(self.coordinator, "enable_partial_hash_hits", False)
             and getattr(self.coordinator, "dcp_world_size", 1) == 1
         )
         self.hash_tokens: int = self.pool.hash_block_size
-        self.geometry = group_geometry(self.coordinator) if self._known else ()
+        self.geometry = group_geometry(self.coordinator) if self.understands_groups else ()
         #: hits are multiples of this
         self.alignment_tokens: int = self.coordinator.scheduler_block_size
         self.full_ids = tuple(i for i, g in enumerate(self.geometry) if g.is_full)
+        #: every block boundary of a cached prefix can be resumed from
+        self.only_full = self.understands_groups and all(g.is_full for g in self.geometry)
         self.lookahead_tokens = max(
             (g.lookahead_blocks * g.block_size_tokens for g in self.geometry), default=0
         )
-
-    @property
-    def understands_groups(self) -> bool:
-        """All groups are full or sliding-window attention."""
-        return self._known
-
-    @property
-    def only_full(self) -> bool:
-        """Every block boundary of a cached prefix can be resumed from."""
-        return self._known and all(g.is_full for g in self.geometry)
 
     # -- events ------------------------------------------------------------------------------
 
@@ -114,8 +109,13 @@ class HitIndex:
             del self._map.mimo_watch
             self._map = None
 
+    def new_batch(self) -> None:
+        """The cache may have changed since the last look-ups."""
+        self._answers.clear()
+
     def take_dirty(self, most: int) -> list[Waiting]:
         """Up to ``most`` requests whose look-up is out of date; they no longer count as that."""
+        self.new_batch()
         dirty = self._watch.dirty
         out: list[Waiting] = []
         while dirty and len(out) < most:
@@ -176,7 +176,7 @@ class HitIndex:
             return int(request.num_computed_tokens)
         if not self.manager.prefix_cache_lookup_enabled(request):
             return 0
-        if not self._known:
+        if not self.understands_groups:
             self._unsure[entry] = None
             return self._stock(request)
         hashes = self._hashes(request)
@@ -189,13 +189,22 @@ class HitIndex:
                 and get_block(make_block_hash_with_group_id(of_group[index], group)) is not None
             )
 
-        hit, full = probe_hit(
-            self.geometry,
-            self.alignment_tokens,
-            request.num_tokens - 1,
-            resident,
-            before=(0, 0) if anew else (entry.hit_tokens, entry.full_tokens),
+        before = (0, 0) if anew else (entry.hit_tokens, entry.full_tokens)
+        groups, align = self.geometry, self.alignment_tokens
+        full = probe_full(
+            groups, align, request.num_tokens - 1, resident, guess_tokens=entry.full_tokens
         )
+        if self.only_full or not full:
+            hit = full
+        else:
+            # Requests with the same prefix have the same windows.
+            question = (self.full_key(request, full), before)
+            known = self._answers.get(question)
+            if known is None:
+                known = self._answers[question] = probe_windows(
+                    groups, align, full, resident, before=before
+                )
+            hit = known
         entry.full_tokens = full
         self.watch(entry, self._missing(hashes, full))
         if hit < full:
@@ -214,7 +223,7 @@ class HitIndex:
         if used is not None:
             used(request)
             return
-        if not self._known or hit_tokens <= 0 or request.num_computed_tokens > 0:
+        if not self.understands_groups or hit_tokens <= 0 or request.num_computed_tokens > 0:
             return
         hashes, get_block = self._hashes(request), self._map.get_one_block
         idle: list[Any] = []

@@ -192,6 +192,7 @@ class AffinityQueue(RequestQueue):  # type: ignore[misc]
         for entry in self._skipped.values():
             self.hits.forget(entry)
         self._skipped.clear()
+        self.hits.new_batch()
 
     def processed(self, equivalent_tokens: float) -> None:
         """The engine processes a step worth this much; waiting requests age by it."""
