@@ -86,7 +86,7 @@ def engine_claims(runs: list[Run], how: str) -> list[dict[str, Any]]:
 
 
 def trace_claims(runs: list[TraceRun], how: str, load: float) -> list[dict[str, Any]]:
-    """Plugin/stock on the first part of the trace at ``load``; all parts and loads beside it."""
+    """Plugin/stock at ``load``, mean over the parts of the trace; parts and loads beside it."""
     stats = {(r.policy, r.first, r.load, r.hybrid): r.stats() for r in runs}
     if ("plugin", 0, load, False) not in stats:
         return []
@@ -105,16 +105,20 @@ def trace_claims(runs: list[TraceRun], how: str, load: float) -> list[dict[str, 
         by_start = [ratio("plugin", start, load) for start in starts]
         entry = {
             "id": claim_id,
-            "value": ratio("plugin", 0, load),
+            "value": round(sum(by_start) / len(by_start), 3),
             "stock": 1.0,
             "bound": None,
-            "unit": f"{text}, plugin/stock, conversation trace at offered load {load}",
+            "unit": f"{text}, plugin/stock, conversation trace at load {load}, mean over parts",
             "seeds": starts,
             "per_seed": by_start,
             "worst": max(by_start),
             "by_load": {str(at): ratio("plugin", 0, at) for at in loads},
             "stock_s": round(stats["fcfs", 0, load, False][figure], 2),
-            "others": {p: ratio(p, 0, load) for p in policies if p != "plugin"},
+            "others": {
+                p: round(sum(ratio(p, start, load) for start in starts) / len(starts), 3)
+                for p in policies
+                if p != "plugin"
+            },
             "how": how,
         }
         if ("plugin", 0, load, True) in stats:

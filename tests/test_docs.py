@@ -6,7 +6,7 @@ import ast
 import json
 import re
 import xml.etree.ElementTree as ElementTree
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
@@ -15,13 +15,28 @@ from mimo_plugin import __version__
 from mimo_plugin.cli import main as cli
 from mimo_plugin.cli._environment import KNOWN_VARIABLES
 from mimo_plugin.cli.patches import ACTIONS
-from mimo_plugin.config import CHECKPOINT_CLASSES, KvConfig, parse_config, parse_plugin_option
+from mimo_plugin.config import (
+    CHECKPOINT_CLASSES,
+    KvConfig,
+    SchedulerConfig,
+    parse_config,
+    parse_plugin_option,
+)
+from mimo_plugin.core.affinity import MAX_RATE, MODES
 from mimo_plugin.core.candidates import AGEING
 from mimo_plugin.core.retention import CLASSES
 from mimo_plugin.engines.vllm.version import SUPPORTED_MINORS, SUPPORTED_TEXT
 from mimo_plugin.errors import ConfigError
 from mimo_plugin.features import FEATURES
-from mimo_plugin.metrics import BLOCK_KINDS, CLASS_LABELS, MAX_OBSERVATIONS, METRICS, TRIM_REASONS
+from mimo_plugin.metrics import (
+    ADMISSION_REASONS,
+    BLOCK_KINDS,
+    CLASS_LABELS,
+    DEFERRAL_REASONS,
+    MAX_OBSERVATIONS,
+    METRICS,
+    TRIM_REASONS,
+)
 from tools.tiers import TIERS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,8 +49,10 @@ WRITTEN = [
 ]
 PAGES = [*WRITTEN, ROOT / "patches" / "README.md"]
 FIGURES = ("run", "retention")
-#: read as text: importing it needs the engine
+SECTIONS = {"kv": KvConfig, "scheduler": SchedulerConfig}
+#: read as text: importing them needs the engine
 ACCOUNTING = ROOT / "mimo_plugin" / "engines" / "vllm" / "kv" / "accounting.py"
+QUEUE = ROOT / "mimo_plugin" / "engines" / "vllm" / "sched" / "queue.py"
 
 
 def page(name):
@@ -102,45 +119,90 @@ def test_planned_features_are_said_to_be_planned():
             assert status == "planned", what
 
 
-def test_options_are_those_of_the_code():
-    rows = table(page("options.md"), "kv")
-    assert [row[0].strip("`") for row in rows] == [field.name for field in fields(KvConfig)]
-    for row, field in zip(rows, fields(KvConfig), strict=True):
-        default = list(field.default) if isinstance(field.default, tuple) else field.default
-        assert json.loads(row[2].strip("`")) == default, field.name
-        assert all(row), f"{field.name}: an empty cell"
+@pytest.mark.parametrize("section", SECTIONS)
+def test_options_are_those_of_the_code(section):
+    rows, defaults = table(page("options.md"), section), jsonable(SECTIONS[section]())
+    assert [row[0].strip("`") for row in rows] == list(defaults)
+    for row, (name, default) in zip(rows, defaults.items(), strict=True):
+        assert len(row) == 6, f"{name}: {len(row)} columns"
+        assert json.loads(row[2].strip("`")) == default, name
+        assert all(row), f"{name}: an empty cell"
+
+
+def jsonable(config):
+    return json.loads(json.dumps(asdict(config)))
+
+
+def test_the_whole_section_shows_every_option_with_its_default():
+    (example,) = fenced(page("options.md"), "json")
+    shown = json.loads(example)["mimo"]
+    assert shown.pop("features") == list(SECTIONS)
+    assert {name: list(values) for name, values in shown.items()} == {
+        name: [field.name for field in fields(config)] for name, config in SECTIONS.items()
+    }
+    assert shown == {name: jsonable(config()) for name, config in SECTIONS.items()}
+
+
+def test_settings_of_the_readme_are_the_defaults():
+    readme = (ROOT / "README.md").read_text()
+    (example,) = re.findall(r"--additional-config '(\{.*?\})'", readme, re.DOTALL)
+    for section, shown in json.loads(example)["mimo"].items():
+        defaults = jsonable(SECTIONS[section]())
+        assert shown == {name: defaults[name] for name in shown}, section
+
+
+def test_modes_are_those_of_the_code():
+    (row,) = [row for row in table(page("options.md"), "scheduler") if row[0] == "`mode`"]
+    assert re.findall(r'`"([\w-]+)"`', row[3]) == list(MODES)
+    works = page("how-it-works-scheduler.md").partition("### Modes")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `([\w-]+)` \|", works, re.MULTILINE) == ["mode", *MODES]
 
 
 @pytest.mark.parametrize(
-    ("name", "bound", "inside"),
+    ("section", "name", "bound", "inside"),
     [
-        (name, bound, inside)
-        for name, pairs in {
-            "swa_share": ((0, False), (1, False)),
-            "ladder_growth": ((0, False), (1, True)),
-            "draft_share": ((0, True), (1, True)),
+        (section, name, bound, inside)
+        for section, options in {
+            "kv": {
+                "swa_share": ((0, False), (1, False)),
+                "ladder_growth": ((0, False), (1, True)),
+                "draft_share": ((0, True), (1, True)),
+            },
+            "scheduler": {
+                "age_credit": ((0, True),),
+                "long_tokens": ((1, True),),
+                "long_growth": ((0, True), (1, True)),
+                "hit_weight": ((0, True),),
+                "max_wait_s": ((0, False),),
+                "lane_share": ((0, False), (1, False)),
+                "scan_requests": ((1, True),),
+            },
         }.items()
+        for name, pairs in options.items()
         for bound, inside in pairs
     ],
 )
-def test_stated_bounds_hold(name, bound, inside):
-    (row,) = [row for row in table(page("options.md"), "kv") if row[0] == f"`{name}`"]
-    sign = {(0, True): "≥ 0", (0, False): "> 0", (1, True): "≤ 1", (1, False): "< 1"}
-    assert sign[bound, inside] in row[3]
-    section = {"kv": {name: bound}}
+def test_stated_bounds_hold(section, name, bound, inside):
+    (row,) = [row for row in table(page("options.md"), section) if row[0] == f"`{name}`"]
+    least = {(0, True): "≥ 0", (0, False): "> 0", (1, True): "≥ 1"}
+    most = {(1, True): "≤ 1", (1, False): "< 1"}
+    signs = [sides.get((bound, inside)) for sides in (least, most)]
+    assert any(sign and sign in row[3] for sign in signs)
+    settings = {section: {name: bound}}
     if inside:
-        assert parse_config(section, environ={})
+        assert parse_config(settings, environ={})
     else:
         with pytest.raises(ConfigError):
-            parse_config(section, environ={})
+            parse_config(settings, environ={})
 
 
-def test_an_option_that_nothing_reads_is_said_to_have_no_effect():
+@pytest.mark.parametrize("section", SECTIONS)
+def test_an_option_that_nothing_reads_is_said_to_have_no_effect(section):
     apart = {"config.py", "settings.py"}
     sources = [
         path.read_text() for path in (ROOT / "mimo_plugin").rglob("*.py") if path.name not in apart
     ]
-    for name, *_, what, _when in table(page("options.md"), "kv"):
+    for name, *_, what, _when in table(page("options.md"), section):
         read = any(re.search(rf"\.{name.strip('`')}\b", source) for source in sources)
         assert ("No effect in this version" in what) != read, name
 
@@ -179,6 +241,8 @@ def test_reasons_kinds_and_classes():
     assert sorted(first_column(metrics, "reasons")) == sorted(TRIM_REASONS)
     assert first_column(works, "classes") == list(CLASSES)
     assert set(CLASSES) == set(CHECKPOINT_CLASSES)
+    assert first_column(metrics, "admissions") == list(ADMISSION_REASONS)
+    assert first_column(metrics, "deferrals") == list(DEFERRAL_REASONS)
     for name in (*CLASS_LABELS, *BLOCK_KINDS):
         assert f"`{name}`" in metrics, name
     assert set(first_column(works, "ranks")) == set(AGEING)
@@ -216,6 +280,10 @@ def test_numbers_that_are_quoted_from_the_code():
     assert f"When {trimmed} requests in a row" in page("metrics.md")
     (hits,) = [spec for spec in METRICS if spec.name == "hit_length_tokens"]
     assert (hits.buckets[1], hits.buckets[-1]) == (64, 2**20)
+    (passes,) = re.findall(r"^PASSES_PER_RECHECK = (\d+)$", QUEUE.read_text(), re.MULTILINE)
+    works, limits = page("how-it-works-scheduler.md"), page("limits.md")
+    assert f"every {passes}th scheduling pass" in works and f"every {passes} steps" in limits
+    assert f"at most {MAX_RATE:g}\n" in works and f"at most {MAX_RATE:g} times as fast" in limits
     compatibility, pyproject = page("compatibility.md"), (ROOT / "pyproject.toml").read_text()
     assert f"`{SUPPORTED_TEXT}`" in compatibility
     for major, minor in SUPPORTED_MINORS:
