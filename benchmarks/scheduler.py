@@ -172,7 +172,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scheduler", description=__doc__)
     parser.add_argument("--json", type=Path, default=Path("out/bench/scheduler.json"))
     parser.add_argument("--quick", action="store_true", help="one seed, stock and plugin only")
-    parser.add_argument("--seeds", type=int, default=5, help="seeds 0..N-1 of the engine part")
+    parser.add_argument("--seeds", type=int, default=10, help="seeds 0..N-1 of the engine part")
     parser.add_argument("--traces", type=Path, help=f"folder with {TRACE_NAME}")
     parser.add_argument("--trace-requests", type=int, default=3000, help="length of each part")
     parser.add_argument("--only", choices=PARTS, action="append", help="leave the others out")

@@ -65,6 +65,8 @@ class HitIndex:
         self._unsure: dict[Waiting, None] = {}
         #: windows found since the last :meth:`new_batch`, by prefix
         self._answers: dict[Any, int] = {}
+        #: where prefixes ended, by the block that they lacked before
+        self._guesses: dict[tuple[bytes, ...], int] = {}
         self._map: Any = None
         #: whether the manager remembers look-ups, so that asking it costs nothing twice
         self._memoised = bool(getattr(manager, "memoise", False))
@@ -112,6 +114,7 @@ class HitIndex:
     def new_batch(self) -> None:
         """The cache may have changed since the last look-ups."""
         self._answers.clear()
+        self._guesses.clear()
 
     def take_dirty(self, most: int) -> list[Waiting]:
         """Up to ``most`` requests whose look-up is out of date; they no longer count as that."""
@@ -191,9 +194,12 @@ class HitIndex:
 
         before = (0, 0) if anew else (entry.hit_tokens, entry.full_tokens)
         groups, align = self.geometry, self.alignment_tokens
-        full = probe_full(
-            groups, align, request.num_tokens - 1, resident, guess_tokens=entry.full_tokens
-        )
+        # Requests that lacked the same block most often get the same answer now.
+        lacked = self._keys.get(entry, ())[:1]
+        guess = self._guesses.get(lacked, entry.full_tokens)
+        full = probe_full(groups, align, request.num_tokens - 1, resident, guess_tokens=guess)
+        if lacked:
+            self._guesses[lacked] = full
         if self.only_full or not full:
             hit = full
         else:
