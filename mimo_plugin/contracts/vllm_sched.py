@@ -68,8 +68,9 @@ SCHED_ROWS: tuple[Contract, ...] = (
         "base class of the plugin's scheduler",
         has="_handle_blocked_waiting_request _inflight_prefills _is_blocked_waiting_status "
         "_reserve_prefill_lookahead kv_cache_manager max_num_scheduled_tokens "
-        "need_mamba_block_aligned_split num_spec_tokens policy requests running schedule "
-        "set_pause_state update_from_output waiting",
+        "need_mamba_block_aligned_split num_spec_tokens pause_state policy "
+        "prefill_capacity_bound requests running schedule scheduler_config set_pause_state "
+        "update_from_output waiting",
     ),
     _class(
         "v1.core.sched.async_scheduler",
@@ -121,9 +122,9 @@ SCHED_ROWS: tuple[Contract, ...] = (
         "v1.request",
         "Request",
         "its length, place in the queue and block hashes",
-        has="all_token_ids arrival_time block_hashes is_prefill_chunk kv_transfer_params "
-        "num_computed_tokens num_preemptions num_prompt_tokens num_tokens priority request_id "
-        "shared_prefix_boundary skip_reading_prefix_cache status",
+        has="all_token_ids arrival_time block_hashes has_encoder_inputs is_prefill_chunk "
+        "kv_transfer_params lora_request num_computed_tokens num_preemptions num_prompt_tokens "
+        "num_tokens priority request_id shared_prefix_boundary skip_reading_prefix_cache status",
     ),
     _class(
         "v1.request",
@@ -159,7 +160,21 @@ SCHED_ROWS: tuple[Contract, ...] = (
         _POOL,
         "BlockPool",
         "the map of cached blocks",
-        has="cached_block_hash_to_block hash_block_size",
+        has="cached_block_hash_to_block free_block_queue get_num_free_blocks hash_block_size",
+    ),
+    *(
+        _call(
+            _UTILS, f"FreeKVCacheBlockQueue.{name}", "hits of waiting requests die last", first=to
+        )
+        for name, to in (("remove", "block"), ("append_n", "blocks"))
+    ),
+    _class(_UTILS, "KVCacheBlock", "whether a request holds a block", has="ref_cnt"),
+    _class("v1.core.sched.interface", "PauseState", "nothing starts while paused", has="UNPAUSED"),
+    _class(
+        "config.scheduler",
+        "SchedulerConfig",
+        "whether chunks may be cut",
+        has="disable_chunked_mm_input enable_chunked_prefill",
     ),
     Contract(
         module=_POOL,

@@ -33,7 +33,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush, merge
-from math import log2
+from math import inf, log2
 from typing import Any, Protocol
 
 COST = "cost"
@@ -44,6 +44,8 @@ MODES = (COST, LONGEST_HIT, HRRN, FCFS)
 
 PREEMPTED, OVERDUE, NORMAL = 0, 1, 2
 
+#: the line of preempted and overdue requests, and of all requests in mode ``fcfs``
+FRONT = (-1, 0)
 #: long prefills age at most this many times as fast as short ones
 MAX_RATE = 4.0
 #: lines per doubling of the rate
@@ -74,6 +76,8 @@ class AffinityRule:
             that has to be computed anyway, >= 0.
         max_wait_s: waiting time after which a request is overdue, > 0.
         by_priority: the engine runs with priority scheduling: priority outranks all else.
+        lanes_over_tokens: uncached tokens above which a prefill is in a lane, ascending; requests
+            of one lane can be left out of the line together.
     """
 
     mode: str = COST
@@ -83,17 +87,18 @@ class AffinityRule:
     hit_weight: float = 1.0
     max_wait_s: float = 300.0
     by_priority: bool = False
+    lanes_over_tokens: tuple[int, ...] = ()
 
-    def line_of(self, uncached_tokens: int) -> int:
-        """Index of the line that a prefill of this length waits in; 0 ages at the plain rate."""
+    def rate_index(self, uncached_tokens: int) -> int:
+        """Which rate a prefill of this length ages at; 0 is the plain one."""
         if self.mode != COST or uncached_tokens <= self.long_tokens:
             return 0
         doublings = self.long_growth * log2(uncached_tokens / self.long_tokens)
         return int(min(doublings, log2(MAX_RATE)) * _LINES_PER_DOUBLING)
 
-    def rate_of(self, line: int) -> float:
-        """How fast the requests of a line age, 1 being the plain rate."""
-        return float(2 ** (line / _LINES_PER_DOUBLING))
+    def rate(self, index: int) -> float:
+        """How fast requests with this :meth:`rate_index` age, 1 being the plain rate."""
+        return float(2 ** (index / _LINES_PER_DOUBLING))
 
 
 @dataclass(slots=True, eq=False)
@@ -110,12 +115,13 @@ class Waiting:
         full_tokens: the hit that full attention alone would give, as last looked up.
         uncached_tokens: what it would compute now.
         group: PREEMPTED, OVERDUE or NORMAL.
-        line: which line it is in; -1 is the front, whose requests don't age.
+        line: which line it is in: rate index and lane; FRONT for requests that don't age.
         key: place in the line.
         queued: in the line or parked, as opposed to handed out or gone.
         safe: its hit can't be evicted while it waits.
         leader: whom a parked request waits for.
         stale: its hit may have changed while it was handed out.
+        skipped_pass: the last scheduling pass in which the engine skipped it.
         deferred_for: why it was held back so far.
     """
 
@@ -131,12 +137,13 @@ class Waiting:
     uncached_tokens: int = 0
     cost_tokens: float = 0.0
     group: int = NORMAL
-    line: int = -1
+    line: tuple[int, int] = FRONT
     key: _Key = ()
     queued: bool = False
     safe: bool = False
     leader: Any = None
     stale: bool = False
+    skipped_pass: int = -(1 << 30)
     deferred_for: tuple[str, ...] = ()
 
     @property
@@ -155,8 +162,7 @@ class AffinityLine:
     def __init__(self, rule: AffinityRule, cost: Cost) -> None:
         self.rule = rule
         self.cost = cost
-        #: -1: preempted, overdue, and all requests of modes that don't age in lines
-        self._lines: dict[int, list[tuple[_Key, Waiting]]] = {-1: []}
+        self._lines: dict[tuple[int, int], list[tuple[_Key, Waiting]]] = {FRONT: []}
         self._parked: dict[Waiting, None] = {}
         self._arrivals: list[tuple[int, int, Waiting]] = []
         self._deadlines: list[tuple[float, int, Waiting]] = []
@@ -178,9 +184,14 @@ class AffinityLine:
         """Requests that wait for something else."""
         return len(self._parked)
 
-    def ready(self) -> Iterator[Waiting]:
-        """The line in order; the caller stops before it changes the line."""
-        lines = [line for line in self._lines.values() if line]
+    def ready(self, upto_tokens: float = inf) -> Iterator[Waiting]:
+        """The line in order; the caller stops before it changes the line.
+
+        Args:
+            upto_tokens: leave out the lanes over this many tokens and more; the front stays.
+        """
+        lanes = sum(over < upto_tokens for over in self.rule.lanes_over_tokens)
+        lines = [line for (_, lane), line in self._lines.items() if line and lane <= lanes]
         if len(lines) == 1:
             yield from map(_entry, lines[0])
         else:
@@ -210,7 +221,7 @@ class AffinityLine:
         else:
             self._take(entry)
         # What is gone leaves the heaps when it comes up; not before, unless it is most of them.
-        if len(self._arrivals) > 64 and len(self._arrivals) > 4 * len(self):
+        if max(len(self._arrivals), len(self._deadlines)) > 64 + 4 * len(self):
             self._compact()
 
     def rescore(self, entry: Waiting, hit_tokens: int) -> None:
@@ -254,10 +265,10 @@ class AffinityLine:
             self._insert(entry)
             overdue.append(entry)
         if self.rule.mode == HRRN:
-            front = self._lines[-1]
-            for _, entry in front:
-                entry.key = self._key(entry)
-            self._lines[-1] = sorted(((entry.key, entry) for _, entry in front), key=_first)
+            for line, pairs in self._lines.items():
+                for _, entry in pairs:
+                    entry.key = self._key(entry)
+                self._lines[line] = sorted(((e.key, e) for _, e in pairs), key=_first)
         return overdue
 
     def oldest(self) -> Waiting | None:
@@ -284,19 +295,22 @@ class AffinityLine:
 
     def _key(self, entry: Waiting) -> _Key:
         rule = self.rule
-        entry.line = -1
+        entry.line = FRONT
         priority = entry.priority if rule.by_priority else 0
         if rule.mode == FCFS:
             return (priority, NORMAL, 0.0, entry.stock_key or (entry.order,), entry.order)
         if entry.group != NORMAL:
             return (priority, entry.group, 0.0, (entry.order,), entry.order)
+        lane = sum(over < entry.uncached_tokens for over in rule.lanes_over_tokens)
         if rule.mode == HRRN:
+            entry.line = (0, lane)
             waited = max(0.0, self._now_tokens - entry.arrived_tokens)
             score = -(waited + entry.cost_tokens) / max(1.0, entry.cost_tokens)
             return (priority, NORMAL, score, (entry.order,), entry.order)
         # The credit up to now is the same for all of a line; the rest is the clock at arrival.
-        entry.line = rule.line_of(entry.uncached_tokens)
-        score = rule.age_credit * rule.rate_of(entry.line) * entry.arrived_tokens
+        rate = rule.rate_index(entry.uncached_tokens)
+        entry.line = (rate, lane)
+        score = rule.age_credit * rule.rate(rate) * entry.arrived_tokens
         if rule.mode == LONGEST_HIT:
             score -= entry.hit_tokens
         else:
@@ -308,9 +322,9 @@ class AffinityLine:
     def _key_now(self, pair: tuple[_Key, Waiting]) -> _Key:
         """A key that compares across lines, the credit up to now included."""
         key, entry = pair
-        if entry.line < 0:
+        if entry.line == FRONT or self.rule.mode == HRRN:
             return key
-        credit = self.rule.age_credit * self.rule.rate_of(entry.line) * self._now_tokens
+        credit = self.rule.age_credit * self.rule.rate(entry.line[0]) * self._now_tokens
         return (key[0], key[1], key[2] - credit, *key[3:])
 
     # -- the sorted list ---------------------------------------------------------------------

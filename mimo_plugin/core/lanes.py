@@ -54,7 +54,7 @@ def full_lane(
 
 
 def long_room_tokens(
-    budget_tokens: int, *, share: float, decode_tokens: int, shorter_work: bool
+    budget_tokens: int, *, share: float, decode_tokens: int, shorter_tokens: int
 ) -> int:
     """Tokens of a step for all long prefills together.
 
@@ -64,11 +64,10 @@ def long_room_tokens(
 
     Args:
         budget_tokens: tokens of a step.
-        share: part of the step for long prefills while shorter work is there.
+        share: part of the step that long prefills always get, decodes aside.
         decode_tokens: tokens that decoding requests need in the step.
-        shorter_work: whether shorter prefills run, or wait and could start.
+        shorter_tokens: tokens that shorter prefills could compute in the step, running ones and
+            those that wait and could start.
     """
-    room = budget_tokens - decode_tokens
-    if shorter_work:
-        room = min(room, int(share * budget_tokens))
-    return max(0, room)
+    others = min(shorter_tokens, budget_tokens - int(share * budget_tokens))
+    return max(0, budget_tokens - decode_tokens - others)

@@ -257,7 +257,7 @@ def test_long_prefills_age_faster(arrivals, later, growth):
     line.advance(0.0, clock)
 
     def score(entry: Waiting) -> float:
-        rate = rule.rate_of(rule.line_of(entry.uncached_tokens))
+        rate = rule.rate(rule.rate_index(entry.uncached_tokens))
         saved = PARITY.cost(0, entry.hit_tokens)
         aged = 0.3 * rate * (clock - entry.arrived_tokens)
         return PARITY.cost(entry.hit_tokens, entry.uncached_tokens) - 2.0 * saved - aged
@@ -271,12 +271,12 @@ def test_long_prefills_age_faster(arrivals, later, growth):
 @given(tokens=st.integers(1, 10**7), growth=st.floats(0, 1), long_tokens=st.integers(1, 10**6))
 def test_the_rate_of_a_length(tokens, growth, long_tokens):
     rule = AffinityRule(long_tokens=long_tokens, long_growth=growth)
-    rate = rule.rate_of(rule.line_of(tokens))
+    rate = rule.rate(rule.rate_index(tokens))
     exact = min(4.0, max(1.0, tokens / long_tokens) ** growth)
     # A few lines stand for all rates: none is off by more than one line.
     assert 1.0 <= rate <= exact * 1.0001
     assert exact <= rate * 2 ** (1 / 4) * 1.0001
-    assert rule.rate_of(rule.line_of(tokens + 1)) >= rate
+    assert rule.rate(rule.rate_index(tokens + 1)) >= rate
 
 
 def test_without_credit_nothing_ages_and_with_much_it_is_fcfs():

@@ -74,25 +74,27 @@ def test_full_lane_against_counting(lanes, tokens, active):
 
 
 def test_the_whole_step_when_nothing_shorter_is_there():
-    kwargs = {"share": 0.5, "shorter_work": False}
+    kwargs = {"share": 0.5, "shorter_tokens": 0}
     assert long_room_tokens(8192, decode_tokens=0, **kwargs) == 8192
     assert long_room_tokens(8192, decode_tokens=200, **kwargs) == 7992
 
 
-def test_a_share_when_shorter_work_is_there():
-    kwargs = {"share": 0.5, "shorter_work": True}
-    assert long_room_tokens(8192, decode_tokens=0, **kwargs) == 4096
-    assert long_room_tokens(8192, decode_tokens=8000, **kwargs) == 192
+def test_shorter_work_gets_what_it_needs_up_to_its_share():
+    kwargs = {"share": 0.5, "decode_tokens": 0}
+    assert long_room_tokens(8192, shorter_tokens=100, **kwargs) == 8092
+    assert long_room_tokens(8192, shorter_tokens=100_000, **kwargs) == 4096
+    assert long_room_tokens(8192, share=0.5, decode_tokens=8000, shorter_tokens=8192) == 0
 
 
 @given(
     budget=st.integers(1, 10_000),
     share=st.floats(0.01, 0.99),
     decodes=st.integers(0, 20_000),
-    shorter=st.booleans(),
+    shorter=st.integers(0, 20_000),
 )
 def test_long_prefills_leave_room(budget, share, decodes, shorter):
-    room = long_room_tokens(budget, share=share, decode_tokens=decodes, shorter_work=shorter)
+    room = long_room_tokens(budget, share=share, decode_tokens=decodes, shorter_tokens=shorter)
     assert 0 <= room <= max(0, budget - decodes)
-    if shorter:
-        assert room <= share * budget
+    left = budget - decodes - room
+    if room:
+        assert left == min(shorter, budget - int(share * budget))

@@ -405,8 +405,8 @@ def test_two_long_prefills_that_start_in_one_step_leave_room():
     short = engine.submit(unique(9, 90))
     tokens = engine.step().num_scheduled_tokens
     # The second one gets a block all the same: a request that starts computes something.
-    assert sum(tokens.get(name, 0) for name in long) <= 256 + 16
-    assert tokens.get(short) == 90
+    assert sum(tokens.get(name, 0) for name in long) <= 512 - 90 + 16
+    assert tokens.get(short, 0) >= 90 - 16
 
 
 def test_no_lanes_no_limit():

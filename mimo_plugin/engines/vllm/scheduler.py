@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 from mimo_plugin.config import SECTION, MimoConfig, parse_config
@@ -19,8 +20,8 @@ from mimo_plugin.engines.vllm.kv.settings import KvSettings, resolve_settings
 from mimo_plugin.engines.vllm.register import LOGGER_NAME, log_active
 from mimo_plugin.engines.vllm.sched.extension import extended
 from mimo_plugin.engines.vllm.sched.install import install
-from mimo_plugin.engines.vllm.sched.settings import SchedSettings, resolve_sched_settings
-from mimo_plugin.errors import ConfigError
+from mimo_plugin.engines.vllm.sched.settings import resolve_sched_settings
+from mimo_plugin.errors import ConfigError, FeatureUnavailable
 from mimo_plugin.metrics import merge_payloads
 
 logger = logging.getLogger(LOGGER_NAME)
@@ -65,24 +66,24 @@ def base_class(vllm_config: Any, user_scheduler_cls: str | None) -> type[Any]:
     return base
 
 
-def build(
-    base: type[Any],
-    settings: KvSettings | None,
-    *args: Any,
-    sched: SchedSettings | None = None,
-    **kwargs: Any,
-) -> Any:
-    """Construct an extended ``base``.
-
-    With ``settings`` it gets the plugin's KV cache manager, with ``sched`` the affinity queue.
-    """
+def build(base: type[Any], settings: KvSettings | None, *args: Any, **kwargs: Any) -> Any:
+    """Construct an extended ``base``; with ``settings`` it gets the plugin's KV cache manager."""
     with ExitStack() as stack:
         if settings is not None:
             stack.enter_context(kv_feature(settings))
-        scheduler = extend(base)(*args, **kwargs)
-    if sched is not None:
-        install(scheduler, sched)
-    return scheduler
+        return extend(base)(*args, **kwargs)
+
+
+def without(config: MimoConfig, feature: str, reason: object) -> MimoConfig:
+    """``config`` without a feature that doesn't fit, where the user did not name it.
+
+    Raises:
+        FeatureUnavailable: the user did.
+    """
+    if feature in config.named:
+        raise FeatureUnavailable(str(reason))
+    logger.warning("mimo-plugin leaves out feature %r: %s", feature, reason)
+    return replace(config, features=tuple(f for f in config.features if f != feature))
 
 
 def make_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -110,7 +111,12 @@ def make_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         else None
     )
     base = base_class(vllm_config, config.user_scheduler_cls)
-    scheduler = build(base, settings, vllm_config, *args, sched=sched, **kwargs)
+    scheduler = build(base, settings, vllm_config, *args, **kwargs)
+    if sched is not None:
+        try:
+            install(scheduler, sched)
+        except FeatureUnavailable as error:
+            config = without(config, "scheduler", error)
     scheduler.mimo_config = config
     log_active("EngineCore", config)
     return scheduler

@@ -42,6 +42,9 @@ def extended(base: Any) -> Any:
                 output = super().schedule(*args, **kwargs)
             finally:
                 queue.end_pass(output.num_scheduled_tokens if output is not None else None)
+            if queue.holds_all_back:
+                # vLLM takes whatever waits for want of capacity, and lifts its throttle.
+                self.prefill_capacity_bound = False
             queue.processed(clock.scheduled(output, self.requests, started_s))
             return output
 
@@ -65,12 +68,8 @@ def extended(base: Any) -> Any:
         ) -> int:
             """As upstream, after the chunk of a long prefill is cut to its lane's share."""
             queue = self.affinity
-            if (
-                queue is not None
-                and self.scheduler_config.enable_chunked_prefill
-                and not self.need_mamba_block_aligned_split
-            ):
-                num_new_tokens = queue.cut_chunk(request, num_computed_tokens, num_new_tokens)
+            if queue is not None and not self.need_mamba_block_aligned_split:
+                num_new_tokens = queue.chunks.cut(request, num_computed_tokens, num_new_tokens)
             reserved: int = super()._reserve_prefill_lookahead(
                 request, num_computed_tokens, num_new_tokens
             )

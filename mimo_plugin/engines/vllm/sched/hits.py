@@ -43,7 +43,7 @@ def _watched_class(base: Any) -> Any:
         if waiting:
             self.mimo_watch.dirty.update(waiting)
 
-    return type(f"Watched{base.__name__}", (base,), {"insert": insert})
+    return type(f"Watched{base.__name__}", (base,), {"insert": insert, "mimo_base": base})
 
 
 class HitIndex:
@@ -182,7 +182,7 @@ class HitIndex:
         if not self.understands_groups:
             self._unsure[entry] = None
             return self._stock(request)
-        hashes = self._hashes(request)
+        hashes = self.hashes_of(request)
         get_block = self._map.get_one_block
 
         def resident(group: int, index: int) -> bool:
@@ -218,32 +218,6 @@ class HitIndex:
             self._unsure[entry] = None
         return hit
 
-    def protect(self, entry: Waiting, hit_tokens: int) -> None:
-        """Make what a waiting request hits the youngest of the cache: it is known to be wanted.
-
-        Otherwise the requests that start before it evict it first, if it has not been used for a
-        while. Nothing is held: when no other block is left, these are evicted too.
-        """
-        request = entry.item
-        used = getattr(self.manager, "used_by_waiting", None)
-        if used is not None:
-            used(request)
-            return
-        if not self.understands_groups or hit_tokens <= 0 or request.num_computed_tokens > 0:
-            return
-        hashes, get_block = self._hashes(request), self._map.get_one_block
-        idle: list[Any] = []
-        # Freed last, dies last: windows after full attention, each prefix from its end.
-        order = sorted(range(len(self.geometry)), key=lambda g: not self.geometry[g].is_full)
-        for group in order:
-            of_group = hashes[group]
-            for index in reversed(blocks_for_hit(self.geometry[group], hit_tokens)):
-                block = get_block(make_block_hash_with_group_id(of_group[index], group))
-                if block is not None and block.ref_cnt == 0:
-                    idle.append(block)
-        self.pool.touch(idle)
-        self.pool.free_blocks(idle)
-
     def exact(self, entry: Waiting) -> int | None:
         """The hit that the engine would find, where it is remembered anyway; else None."""
         request = entry.item
@@ -257,7 +231,8 @@ class HitIndex:
         )
         return result[1]
 
-    def _hashes(self, request: Any) -> list[Any]:
+    def hashes_of(self, request: Any) -> list[Any]:
+        """Block hashes of a request at each group's block size."""
         blocks = request.block_hashes
         return [
             resolve_block_hashes(blocks, self.hash_tokens, g.block_size_tokens)
@@ -287,10 +262,14 @@ class HitIndex:
         key: bytes = make_block_hash_with_group_id(hashes[index], group)
         return key
 
+    def block_of(self, key: bytes) -> Any | None:
+        """A block that is cached under ``key``, None when there is none."""
+        return self._map.get_one_block(key)
+
     def is_cached(self, key: bytes) -> bool:
         """Whether a block with this key is in the cache."""
         return self._map.get_one_block(key) is not None
 
 
 def _unwatched(cls: Any) -> Any:
-    return cls.__mro__[1] if cls.__name__.startswith("Watched") else cls
+    return getattr(cls, "mimo_base", cls)

@@ -38,7 +38,7 @@ def install(
         ValueError: requests are waiting; their place in the queue would be lost.
         FeatureUnavailable: the scheduler class brings a waiting queue of its own.
     """
-    found = type(scheduler.waiting)
+    found = type(getattr(scheduler, "waiting", None))
     if found not in (FCFSRequestQueue, PriorityRequestQueue, AffinityQueue):
         raise FeatureUnavailable(
             f"feature scheduler: the scheduler class {type(scheduler).__name__} brings a waiting "

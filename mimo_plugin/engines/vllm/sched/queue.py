@@ -20,15 +20,21 @@ from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import RequestStatus
 
 from mimo_plugin.core.affinity import NORMAL, OVERDUE, PREEMPTED, AffinityLine, Waiting
-from mimo_plugin.core.lanes import full_lane, lane_of, long_room_tokens
+from mimo_plugin.core.lanes import full_lane, lane_of
+from mimo_plugin.engines.vllm.sched.chunks import LongChunks
 from mimo_plugin.engines.vllm.sched.followers import Followers
 from mimo_plugin.engines.vllm.sched.hits import HitIndex
+from mimo_plugin.engines.vllm.sched.protection import Protection
 from mimo_plugin.engines.vllm.sched.report import SchedReport
 from mimo_plugin.engines.vllm.sched.settings import SchedSettings
 from mimo_plugin.engines.vllm.sched.timing import StepClock
 
 #: every so many passes one request is looked up whose hit may have grown unseen
 PASSES_PER_RECHECK = 16
+#: requests that a pass may park behind leaders before it ends; bounds the work of a step
+PARKS_PER_PASS = 64
+#: blocks of waiting requests' hits that a pass moves to the young end of the cache
+PROTECTED_BLOCKS_PER_PASS = 512
 
 
 class AffinityQueue(RequestQueue):  # type: ignore[misc]
@@ -57,30 +63,33 @@ class AffinityQueue(RequestQueue):  # type: ignore[misc]
         if settings.reorders:
             self.hits.attach()
         self.followers = Followers(self.line, self.hits)
+        self.protection = Protection(self.hits)
+        self.chunks = LongChunks(scheduler, settings, self.line, self.hits)
         self.report = SchedReport(settings.lanes, by_priority=self.by_priority)
         self._entries: dict[str, Waiting] = {}
         self._blocked: dict[str, Waiting] = {}
         self._skipped: dict[str, Waiting] = {}
         self._arrivals = count()
         self._preemptions = count(-1, -1)
-        #: the last pass ended for want of blocks or request slots
-        self._no_room = False
+        #: an overdue request that the engine skipped although it has an adapter (LoRA)
+        self._adapter_guard: Waiting | None = None
         self._passes = 0
         self._paused_s = 0.0
         self._paused_since: float | None = None
         self._in_pass = False
+        #: the last pass asked for a request while there was room, and none was to start
+        self.holds_all_back = False
         self._reset_pass()
 
     def _reset_pass(self) -> None:
         self._offer: Waiting | None = None
         self._offer_known = False
         self._popped: Waiting | None = None
+        self._active: list[Any] | None = None
+        self._parks_left = PARKS_PER_PASS
         #: prefills of more tokens than this find their lane full in this pass
         self._full_over_tokens: float = inf
         self._scans_left = self.settings.scan_requests
-        self._long_chunk_tokens: int | None = None
-        self._long_room_tokens = 0
-        self._long_granted_tokens = 0
 
     # -- the engine's interface --------------------------------------------------------------
 
@@ -94,6 +103,9 @@ class AffinityQueue(RequestQueue):  # type: ignore[misc]
         if known is not None:
             # Its hit is known and still watched; looking again is for when something happened.
             self._place(known, known.hit_tokens)
+            known.skipped_pass = self._passes
+            if known.group == OVERDUE and request.lora_request is not None:
+                self._adapter_guard = known
             if known.stale:
                 self.hits.call_dirty(known)
         elif request.status == RequestStatus.PREEMPTED:
@@ -169,6 +181,8 @@ class AffinityQueue(RequestQueue):  # type: ignore[misc]
         """The scheduler starts to schedule a step."""
         self._reset_pass()
         self._in_pass = True
+        self._passes += 1
+        self.chunks.begin_pass(self._passes)
         if self._entries and self.settings.reorders:
             # Now, not when the queue is asked: a long prefill that takes the whole step must see
             # who has become ready or overdue.
@@ -183,14 +197,16 @@ class AffinityQueue(RequestQueue):  # type: ignore[misc]
         """
         self._settle(scheduled_tokens or {})
         offer = self._offer
-        self._no_room = offer is not None
+        self.holds_all_back = self._offer_known and offer is None
+        if offer is not None:
+            self.chunks.nothing_fits()
         if offer is not None and offer.group == OVERDUE and len(self._entries) > 1:
             # It was asked for and not taken: nothing else may use the room it waits for.
             self.report.guarded(offer)
         self._in_pass = False
         self._offer, self._offer_known = None, False
         for entry in self._skipped.values():
-            self.hits.forget(entry)
+            self._forget(entry)
         self._skipped.clear()
         self.hits.new_batch()
 
@@ -223,46 +239,6 @@ class AffinityQueue(RequestQueue):  # type: ignore[misc]
             if clock.times.tokens_per_s is not None:
                 out["prefill_tokens_per_s"] = clock.times.tokens_per_s
         return out
-
-    def cut_chunk(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
-        """Tokens that ``request`` may compute in this step: fewer if it is a long prefill."""
-        lanes = self.settings.lanes
-        if (
-            not self.settings.reorders
-            or not lanes
-            or request.num_tokens - num_computed_tokens <= lanes[0].over_tokens
-        ):
-            return num_new_tokens
-        if self._long_chunk_tokens is None:
-            self._long_chunk_tokens, self._long_room_tokens = self._work_out_long_chunk()
-        least = self.hits.alignment_tokens
-        left = self._long_room_tokens - self._long_granted_tokens
-        tokens = min(num_new_tokens, max(least, min(self._long_chunk_tokens, left)))
-        self._long_granted_tokens += tokens
-        return tokens
-
-    def _work_out_long_chunk(self) -> tuple[int, int]:
-        """Tokens of a step for one long prefill, and for all of them."""
-        scheduler, over = self.scheduler, self.settings.lanes[0].over_tokens
-        decodes = long = short = 0
-        for request in scheduler.running:
-            left = request.num_tokens - request.num_computed_tokens
-            if left > over:
-                long += 1
-            elif request.is_prefill_chunk:
-                short += 1
-            else:
-                decodes += 1
-        waiting = not self._no_room and any(
-            e.uncached_tokens <= over or e.group != NORMAL for e in self.line.ready()
-        )
-        room = long_room_tokens(
-            scheduler.max_num_scheduled_tokens,
-            share=self.settings.lane_share,
-            decode_tokens=decodes * (1 + scheduler.num_spec_tokens),
-            shorter_work=bool(short or waiting),
-        )
-        return room // max(1, long), room
 
     # -- entering and leaving ----------------------------------------------------------------
 
@@ -301,11 +277,12 @@ class AffinityQueue(RequestQueue):  # type: ignore[misc]
         hit = self._look_up(entry)
         self.line.add(entry, hit)
         if hit and self.settings.protect_hits and self.settings.reorders and not entry.safe:
-            self.hits.protect(entry, hit)
+            self.protection.ask(entry, hit)
 
     def _look_up(self, entry: Waiting, *, anew: bool = False) -> int:
         if not self.settings.reorders:
             return 0
+        self.hits.attach()
         request = entry.item
         entry.num_tokens = request.num_tokens
         remote = request.kv_transfer_params
@@ -323,7 +300,13 @@ class AffinityQueue(RequestQueue):  # type: ignore[misc]
         self.followers.release(entry)
         self.line.remove(entry)
         if not keep_watch:
-            self.hits.forget(entry)
+            self._forget(entry)
+
+    def _forget(self, entry: Waiting) -> None:
+        """``entry`` will not come back."""
+        self.hits.forget(entry)
+        if entry is self._adapter_guard:
+            self._adapter_guard = None
 
     def _settle(self, scheduled_tokens: Mapping[str, int] | None = None) -> None:
         """Find out what became of the request that was popped last."""
@@ -333,7 +316,10 @@ class AffinityQueue(RequestQueue):  # type: ignore[misc]
         request = entry.item
         if request.status in (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS):
             self._skipped.pop(request.request_id, None)
-            self.hits.forget(entry)
+            self._forget(entry)
+            self.hits.new_batch()
+            self._active = None
+            self.chunks.something_fits()
             # What it got in the end (and in mode fcfs nobody has looked before).
             step_tokens = (scheduled_tokens or {}).get(request.request_id, 0)
             hit = request.num_computed_tokens - step_tokens
@@ -358,11 +344,11 @@ class AffinityQueue(RequestQueue):  # type: ignore[misc]
                 del self._blocked[request_id]
                 self._queue_up(entry)
         was_reset = self.hits.attach()
+        self.protection.work(PROTECTED_BLOCKS_PER_PASS)
         if len(self.followers):
             self._release_followers(everyone=was_reset)
         for entry in self.line.advance(self.now_s(), self.clock_tokens):
             self.followers.release(entry)
-        self._passes += 1
         if self._passes % PASSES_PER_RECHECK == 0:
             unsure = self.hits.take_unsure()
             if unsure is not None:
@@ -400,9 +386,11 @@ class AffinityQueue(RequestQueue):  # type: ignore[misc]
             return next(self.line.ready(), None)
         checked: Waiting | None = None
         while True:
-            entry = next(filter(self._lane_is_open, self.line.ready()), None)
+            entry = next(filter(self._has_adapter_slot, self._ready()), None)
             if entry is None or entry.group != NORMAL:
                 return entry
+            if not self._parks_left:
+                return None
             if entry is not checked and self._scans_left > 0:
                 # The score may be out of date in favour of the request; then look again.
                 checked = entry
@@ -416,28 +404,35 @@ class AffinityQueue(RequestQueue):  # type: ignore[misc]
             if self._may_start(entry):
                 return entry
 
-    def _lane_is_open(self, entry: Waiting) -> bool:
-        """Whether the lane of ``entry`` was not found full in this pass.
+    def _ready(self) -> Iterator[Waiting]:
+        """The line without the lanes that were found full in this pass.
 
         Lanes nest and the line starts with the most urgent requests, so what keeps one request
         from starting keeps every longer one behind it from starting.
         """
-        if entry.uncached_tokens <= self._full_over_tokens or entry.group != NORMAL:
+        return self.line.ready(self._full_over_tokens)
+
+    def _has_adapter_slot(self, entry: Waiting) -> bool:
+        """False while ``entry`` would use an adapter slot that an overdue request waits for."""
+        guard = self._adapter_guard
+        if guard is None or entry is guard or entry.item.lora_request is None:
             return True
-        self.report.held(entry)
-        return False
+        mine, wanted = entry.item.lora_request, guard.item.lora_request
+        return bool(mine.lora_int_id == wanted.lora_int_id)
 
     def _active_prefills(self, entry: Waiting) -> list[Any]:
         """Running prefills; under priority scheduling those that are no less urgent."""
-        active = [
-            request
-            for request in self.scheduler._inflight_prefills
-            if request.status == RequestStatus.RUNNING
-            and (not self.by_priority or request.priority <= entry.priority)
-        ]
-        # It is a set; who follows whom must not depend on addresses.
-        active.sort(key=_arrival)
-        return active
+        if self._active is None:
+            self._active = [
+                request
+                for request in self.scheduler._inflight_prefills
+                if request.status == RequestStatus.RUNNING
+            ]
+            # It is a set; who follows whom must not depend on addresses.
+            self._active.sort(key=_arrival)
+        if self.by_priority:
+            return [request for request in self._active if request.priority <= entry.priority]
+        return self._active
 
     def _may_start(self, entry: Waiting) -> bool:
         """Hold ``entry`` back if its lane is full or a leader is at work for it."""
@@ -454,6 +449,7 @@ class AffinityQueue(RequestQueue):  # type: ignore[misc]
                 tokens = self.followers.awaited(entry, leader)
                 if tokens:
                     self.followers.park(entry, leader, tokens)
+                    self._parks_left -= 1
                     self.report.followed(entry, leader.request_id, tokens)
                     return False
         return True

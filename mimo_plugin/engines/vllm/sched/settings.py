@@ -49,6 +49,7 @@ class SchedSettings:
             hit_weight=self.hit_weight,
             max_wait_s=self.max_wait_s,
             by_priority=by_priority,
+            lanes_over_tokens=tuple(lane.over_tokens for lane in self.lanes),
         )
 
 

@@ -34,7 +34,7 @@ class Stops:
         )
         self._interval: int | None = getattr(coordinator, "retention_interval", 0)
         # request id -> where its messages start; a prompt is searched once while it is a leader
-        self._starts: dict[str, list[int]] = {}
+        self._starts: dict[str, tuple[int, list[int]]] = {}
 
     def last(self, request: Any, after: int, upto: int) -> int:
         """The last resume point of ``request`` in ``(after, upto]``, 0 when there is none."""
@@ -50,14 +50,15 @@ class Stops:
         return max((p for p in points if after < p <= upto), default=0)
 
     def _starts_of(self, request: Any) -> list[int]:
-        found = self._starts.get(request.request_id)
-        if found is None:
-            if len(self._starts) >= MAX_LEADERS:
-                del self._starts[next(iter(self._starts))]
-            found = find_message_starts(
-                request.all_token_ids, self._message_starts, 0, request.num_prompt_tokens
-            )
-            self._starts[request.request_id] = found
+        known = self._starts.get(request.request_id)
+        if known is not None and known[0] == request.num_prompt_tokens:
+            return known[1]
+        if len(self._starts) >= MAX_LEADERS:
+            del self._starts[next(iter(self._starts))]
+        found = find_message_starts(
+            request.all_token_ids, self._message_starts, 0, request.num_prompt_tokens
+        )
+        self._starts[request.request_id] = (request.num_prompt_tokens, found)
         return found
 
     def _planned(self, request: Any, after: int, upto: int) -> list[int]:
