@@ -18,7 +18,7 @@ from mimo_plugin.core.window import blocks_for_hit
 from mimo_plugin.engines.vllm.sched.hits import HitIndex
 
 #: rounds of work for which a prefix counts as protected
-_ROUNDS = 256
+_ROUNDS = 8
 #: prefixes that are remembered as protected
 _REMEMBERED = 4096
 
