@@ -48,7 +48,7 @@ WRITTEN = [
     *sorted(DOCS.glob("*.md")),
 ]
 PAGES = [*WRITTEN, ROOT / "patches" / "README.md"]
-FIGURES = ("run", "retention")
+FIGURES = ("run", "retention", "scheduler")
 SECTIONS = {"kv": KvConfig, "scheduler": SchedulerConfig}
 #: read as text: importing them needs the engine
 ACCOUNTING = ROOT / "mimo_plugin" / "engines" / "vllm" / "kv" / "accounting.py"
