@@ -30,7 +30,6 @@ from mimo_plugin.config_values import (
     tokens_or_none,
     whole,
 )
-from mimo_plugin.core.affinity import MODES
 from mimo_plugin.errors import ConfigError, FeatureUnavailable, nearest, setting_error
 from mimo_plugin.features import FEATURES, available, defaults
 
@@ -48,6 +47,9 @@ DEGRADED_KEY = "_degraded"
 
 CHECKPOINT_CLASSES = ("turn_end", "boundary", "junction", "prompt_end", "tail", "ladder")
 """Checkpoint classes, most valuable idea first; see docs for what each keeps."""
+
+SCHEDULER_MODES = ("cost", "longest-hit", "hrrn", "fcfs")
+"""Orders of the waiting queue; ``fcfs`` is the engine's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +95,7 @@ class SchedulerConfig:
     """Settings of the feature ``scheduler``.
 
     Attributes:
-        mode: order of the waiting queue, one of ``core.affinity.MODES``; ``fcfs`` keeps the order
+        mode: order of the waiting queue, one of ``SCHEDULER_MODES``; ``fcfs`` keeps the order
             of the engine and defers nothing (the metrics remain).
         age_credit: prefill tokens of credit that a waiting request gets per token that the engine
             processes, >= 0; the smaller, the more short work passes long work.
@@ -348,7 +350,7 @@ def _lanes(setting: str, value: object) -> tuple[LaneConfig, ...]:
 
 
 _SCHEDULER_VALUES: dict[str, Validator] = {
-    "mode": one_of(MODES),
+    "mode": one_of(SCHEDULER_MODES),
     "age_credit": number(least=0),
     "long_tokens": whole(1, "tokens"),
     "long_growth": number(least=0, most=1),

@@ -85,6 +85,11 @@ def test_every_setting_is_parsed():
     )
 
 
+def test_the_modes_are_those_of_the_line():
+    """Not imported by config.py, which an engine without the plugin loads as well."""
+    assert cfg.SCHEDULER_MODES == MODES
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode(mode):
     assert parse({"mode": mode}).scheduler.mode == mode
