@@ -164,6 +164,24 @@ def engine_config(max_batched_tokens: int, max_model_len: int, max_requests: int
     ).create_engine_config()
 
 
+def scheduler_arguments(vllm_config: Any, geometry: Geometry, *, log_stats: bool) -> dict[str, Any]:
+    """Keywords of a ``Scheduler`` with the pool size and retention of ``vllm_config``."""
+    cache_config = vllm_config.cache_config
+    return {
+        "vllm_config": vllm_config,
+        "kv_cache_config": KVCacheConfig(
+            num_blocks=cache_config.num_gpu_blocks,
+            kv_cache_tensors=[],
+            kv_cache_groups=geometry.groups(),
+            prefix_cache_retention_interval=cache_config.prefix_cache_retention_interval,
+        ),
+        "structured_output_manager": StructuredOutputManager(vllm_config),
+        "block_size": geometry.alignment_tokens,
+        "hash_block_size": geometry.hash_block_tokens,
+        "log_stats": log_stats,
+    }
+
+
 @dataclass(slots=True)
 class Record:
     """One request's first look-up, in tokens."""
@@ -212,27 +230,13 @@ class Simulator:
         vllm_config = engine_config(max_batched_tokens, max_model_len, max_requests)
         vllm_config.cache_config.num_gpu_blocks = blocks
         vllm_config.cache_config.prefix_cache_retention_interval = retention_interval
-        kv_cache_config = KVCacheConfig(
-            num_blocks=blocks,
-            kv_cache_tensors=[],
-            kv_cache_groups=self.geometry.groups(),
-            prefix_cache_retention_interval=retention_interval,
-        )
-        hash_block_tokens = self.geometry.hash_block_tokens
-        arguments = {
-            "vllm_config": vllm_config,
-            "kv_cache_config": kv_cache_config,
-            "structured_output_manager": StructuredOutputManager(vllm_config),
-            "block_size": self.geometry.alignment_tokens,
-            "hash_block_size": hash_block_tokens,
-            "log_stats": False,
-        }
+        arguments = scheduler_arguments(vllm_config, self.geometry, log_stats=False)
         self.scheduler = (
             Scheduler(**arguments) if plugin is None else build(Scheduler, plugin, **arguments)
         )
         self.manager = self.scheduler.kv_cache_manager
         self.pool = self.manager.block_pool
-        self._hasher = get_request_block_hasher(hash_block_tokens, HASH)
+        self._hasher = get_request_block_hasher(self.geometry.hash_block_tokens, HASH)
         self._outputs: dict[str, list[int]] = {}
         self._count = 0
         self.records: dict[str, Record] = {}

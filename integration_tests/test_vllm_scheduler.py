@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -22,14 +21,13 @@ from dataclasses import dataclass, replace
 import pytest
 
 from integration_tests.kv_client import alignment_tokens, message
+from integration_tests.refusal import check_refused
 from integration_tests.sched_client import PATIENCE_S, Job, LineClient, Reply, Start
 from mimo_plugin import __version__
 from mimo_plugin.engines.vllm.version import installed_vllm
-from tools.server import engine_environment, free_port, vllm_command
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-REFUSAL_TIMEOUT_S = 240
 SLOTS = 6
 SIZES = (
     "--num-gpu-blocks-override=120",
@@ -551,25 +549,4 @@ def test_every_start_is_counted_once(servers, kind):
     ids=["age_credit", "lanes"],
 )
 def test_a_bad_setting_is_one_line_and_no_engine(tiny_model, settings, words):
-    done = subprocess.run(
-        [
-            *vllm_command(),
-            "serve",
-            str(tiny_model),
-            f"--port={free_port()}",
-            "--enforce-eager",
-            "--plugin=mimo:scheduler",
-            section(**settings),
-        ],
-        env=engine_environment(),
-        capture_output=True,
-        text=True,
-        timeout=REFUSAL_TIMEOUT_S,
-        check=False,
-    )
-    log = done.stdout + done.stderr
-    assert done.returncode not in (0, None), log[-3000:]
-    line = done.stderr.strip().splitlines()[-1]
-    for word in words:
-        assert word in line, log[-3000:]
-    assert "Traceback" not in log and "EngineCore" not in log
+    check_refused(tiny_model, "--plugin=mimo:scheduler", section(**settings), words=words)

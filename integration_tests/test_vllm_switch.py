@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from integration_tests.refusal import check_refused
 from mimo_plugin import __version__
 from mimo_plugin.engines.vllm.version import installed_vllm
-from tools.server import engine_environment, free_port, vllm_command
+from tools.server import engine_environment
 
 pytestmark = pytest.mark.vllm
 
@@ -175,29 +176,7 @@ def test_fault_is_one_clear_line_and_no_engine(tiny_model, tmp_path, arguments, 
     if path is not None:
         inherited = os.environ.get("PYTHONPATH", "")
         environment["PYTHONPATH"] = f"{path(tmp_path / 'path')}{os.pathsep}{inherited}".rstrip(":")
-    done = subprocess.run(
-        [
-            *vllm_command(),
-            "serve",
-            str(tiny_model),
-            f"--port={free_port()}",
-            "--enforce-eager",
-            *arguments,
-        ],
-        env=engine_environment(environment),
-        capture_output=True,
-        text=True,
-        timeout=START_TIMEOUT_S,
-        check=False,
-    )
-    log = done.stdout + done.stderr
-    assert done.returncode not in (0, None), log[-3000:]
-    line = done.stderr.strip().splitlines()[-1]
-    for word in words:
-        assert word in line, log[-3000:]
-    assert "fix:" in line
-    assert "Traceback" not in log
-    assert "EngineCore" not in log
+    check_refused(tiny_model, *arguments, words=words, environment=environment)
 
 
 @pytest.mark.slow

@@ -36,6 +36,8 @@ from heapq import heapify, heappop, heappush, merge
 from math import inf, log2
 from typing import Any, Protocol
 
+from mimo_plugin.core.lanes import Lane, lane_of
+
 COST = "cost"
 LONGEST_HIT = "longest-hit"
 HRRN = "hrrn"
@@ -76,8 +78,8 @@ class AffinityRule:
             that has to be computed anyway, >= 0.
         max_wait_s: waiting time after which a request is overdue, > 0.
         by_priority: the engine runs with priority scheduling: priority outranks all else.
-        lanes_over_tokens: uncached tokens above which a prefill is in a lane, ascending; requests
-            of one lane can be left out of the line together.
+        lanes: ascending by ``over_tokens``; requests of one lane can be left out of the line
+            together.
     """
 
     mode: str = COST
@@ -87,7 +89,7 @@ class AffinityRule:
     hit_weight: float = 1.0
     max_wait_s: float = 300.0
     by_priority: bool = False
-    lanes_over_tokens: tuple[int, ...] = ()
+    lanes: tuple[Lane, ...] = ()
 
     def rate_index(self, uncached_tokens: int) -> int:
         """Which rate a prefill of this length ages at; 0 is the plain one."""
@@ -146,11 +148,6 @@ class Waiting:
     skipped_pass: int = -(1 << 30)
     deferred_for: tuple[str, ...] = ()
 
-    @property
-    def preempted(self) -> bool:
-        """Whether it ran before and was put back."""
-        return self.group == PREEMPTED
-
 
 class AffinityLine:
     """Waiting requests in the order in which they should start.
@@ -190,8 +187,8 @@ class AffinityLine:
         Args:
             upto_tokens: leave out the lanes over this many tokens and more; the front stays.
         """
-        lanes = sum(over < upto_tokens for over in self.rule.lanes_over_tokens)
-        lines = [line for (_, lane), line in self._lines.items() if line and lane <= lanes]
+        last = lane_of(self.rule.lanes, upto_tokens)
+        lines = [line for (_, lane), line in self._lines.items() if line and lane <= last]
         if len(lines) == 1:
             yield from map(_entry, lines[0])
         else:
@@ -301,7 +298,7 @@ class AffinityLine:
             return (priority, NORMAL, 0.0, entry.stock_key or (entry.order,), entry.order)
         if entry.group != NORMAL:
             return (priority, entry.group, 0.0, (entry.order,), entry.order)
-        lane = sum(over < entry.uncached_tokens for over in rule.lanes_over_tokens)
+        lane = lane_of(rule.lanes, entry.uncached_tokens)
         if rule.mode == HRRN:
             entry.line = (0, lane)
             waited = max(0.0, self._now_tokens - entry.arrived_tokens)

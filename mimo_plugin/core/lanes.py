@@ -23,7 +23,7 @@ class Lane:
             raise ValueError(f"lane needs over_tokens >= 1 and max_prefills >= 1, got {self}")
 
 
-def lane_of(lanes: Sequence[Lane], uncached_tokens: int) -> int:
+def lane_of(lanes: Sequence[Lane], uncached_tokens: float) -> int:
     """Number of lanes (ascending by ``over_tokens``) that a prefill is in; 0 is the short class."""
     count = 0
     for lane in lanes:

@@ -17,28 +17,6 @@ Resident = Callable[[int, int], bool]
 """``(group index, block index)`` -> is that block cached?"""
 
 
-def probe_hit(
-    groups: Sequence[GroupGeometry],
-    alignment_tokens: int,
-    max_hit_tokens: int,
-    resident: Resident,
-    *,
-    before: tuple[int, int] = (0, 0),
-) -> tuple[int, int]:
-    """Hit, and the hit that full attention alone would give, both aligned, in tokens.
-
-    Args:
-        groups: all KV cache groups.
-        alignment_tokens: a multiple of every block size.
-        max_hit_tokens: longest hit allowed.
-        resident: whether a block is cached.
-        before: the answer last time. Saves probes; a window that was cached since then at or below
-            the full-attention prefix of last time is not seen.
-    """
-    full = probe_full(groups, alignment_tokens, max_hit_tokens, resident, guess_tokens=before[1])
-    return probe_windows(groups, alignment_tokens, full, resident, before=before), full
-
-
 def probe_full(
     groups: Sequence[GroupGeometry],
     alignment_tokens: int,
@@ -47,7 +25,15 @@ def probe_full(
     *,
     guess_tokens: int = 0,
 ) -> int:
-    """The hit that full attention alone would give, in tokens; ``guess_tokens`` saves probes."""
+    """The hit that full attention alone would give, aligned, in tokens.
+
+    Args:
+        groups: all KV cache groups.
+        alignment_tokens: a multiple of every block size.
+        max_hit_tokens: longest hit allowed.
+        resident: whether a block is cached.
+        guess_tokens: where the prefix may end; only saves probes.
+    """
     high = max(0, max_hit_tokens) // alignment_tokens
     full = [(i, g) for i, g in enumerate(groups) if g.is_full]
     if not full:
@@ -83,7 +69,11 @@ def probe_windows(
     *,
     before: tuple[int, int] = (0, 0),
 ) -> int:
-    """Longest hit up to ``full_tokens`` whose sliding windows are cached; arguments as above."""
+    """Longest aligned hit up to ``full_tokens`` (of :func:`probe_full`) with its windows cached.
+
+    ``before`` is the hit and full-attention prefix of last time. It saves probes; a window that was
+    cached since then at or below that prefix is not seen.
+    """
     swa = [(i, g) for i, g in enumerate(groups) if not g.is_full]
     hit, settled = full_tokens, 0
     while hit and swa and settled < len(swa):
@@ -106,7 +96,7 @@ def _below_gap(
     group: GroupGeometry,
     hit_tokens: int,
     alignment_tokens: int,
-    resident: Callable[[int, int], bool],
+    resident: Resident,
 ) -> int:
     """``hit_tokens`` when its window is resident, else the longest hit that avoids the gap found.
 

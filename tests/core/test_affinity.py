@@ -177,7 +177,7 @@ def test_preempted_first_the_last_preempted_before_the_others(mode):
     assert order_of(line)[:2] == [-2, -1]
     line.advance(5.0, 0.0)
     assert order_of(line) == [-2, -1, 0, 1]
-    assert all(entry.preempted for entry in list(line.ready())[:2])
+    assert all(entry.group == PREEMPTED for entry in list(line.ready())[:2])
 
 
 @pytest.mark.parametrize("mode", [COST, LONGEST_HIT, HRRN])

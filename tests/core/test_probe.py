@@ -8,12 +8,18 @@ from math import lcm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mimo_plugin.core.probe import probe_hit
+from mimo_plugin.core.probe import probe_full, probe_windows
 from mimo_plugin.core.window import GroupGeometry, blocks_for_hit, longest_valid_hit
 
 _SIZES = st.sampled_from([1, 2, 3, 4, 8])
 _FULL = st.builds(GroupGeometry, _SIZES, st.none(), st.integers(0, 2))
 _SWA = st.builds(GroupGeometry, _SIZES, st.integers(1, 24), st.integers(0, 2))
+
+
+def probe_hit(groups, alignment, most, resident, *, before=(0, 0)):
+    """Both probes, as the hit index asks them; ``before`` is the answer last time."""
+    full = probe_full(groups, alignment, most, resident, guess_tokens=before[1])
+    return probe_windows(groups, alignment, full, resident, before=before), full
 
 
 @st.composite

@@ -1,30 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures and profiles of the KV tests that drive vLLM's own manager without a model."""
+"""Profile and mark of the KV tests that drive vLLM's own manager without a model."""
 
 from __future__ import annotations
 
-import os
-
 import pytest
-from hypothesis import HealthCheck, Phase, settings
 
-_COMMON = {
-    "deadline": None,
-    "database": None,
-    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
-}
-# The same histories every time; `MIMO_HYPOTHESIS=explore` draws new ones and shrinks failures.
-settings.register_profile(
-    "kv-fixed", derandomize=True, phases=(Phase.explicit, Phase.generate), **_COMMON
-)
-settings.register_profile("kv-explore", derandomize=False, **_COMMON)
-settings.load_profile(
-    "kv-explore" if os.environ.get("MIMO_HYPOTHESIS") == "explore" else "kv-fixed"
-)
+from tests.profiles import load_vllm_profile, mark_vllm
+
+load_vllm_profile()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Everything here imports vLLM."""
-    for item in items:
-        if "/kv/" in item.path.as_posix():
-            item.add_marker(pytest.mark.vllm)
+    mark_vllm(items, "kv")

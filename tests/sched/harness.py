@@ -23,12 +23,10 @@ from vllm.sampling_params import StructuredOutputsParams  # noqa: E402
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher  # noqa: E402
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402
 from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
-from vllm.v1.kv_cache_interface import KVCacheConfig  # noqa: E402
 from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
 from vllm.v1.request import Request, RequestStatus  # noqa: E402
-from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 
-from benchmarks.sim import HASH, Geometry, engine_config  # noqa: E402
+from benchmarks.sim import HASH, Geometry, engine_config, scheduler_arguments  # noqa: E402
 from mimo_plugin.core.cost import PrefillCost  # noqa: E402
 from mimo_plugin.engines.vllm.kv.settings import KvSettings  # noqa: E402
 from mimo_plugin.engines.vllm.sched.install import install  # noqa: E402
@@ -85,19 +83,7 @@ class Engine:
         self.geometry = geometry
         self.depth = depth
         self.now_s = 0.0
-        arguments = {
-            "vllm_config": config,
-            "kv_cache_config": KVCacheConfig(
-                num_blocks=blocks,
-                kv_cache_tensors=[],
-                kv_cache_groups=geometry.groups(),
-                prefix_cache_retention_interval=retention_interval,
-            ),
-            "structured_output_manager": StructuredOutputManager(config),
-            "block_size": geometry.alignment_tokens,
-            "hash_block_size": geometry.hash_block_tokens,
-            "log_stats": log_stats,
-        }
+        arguments = scheduler_arguments(config, geometry, log_stats=log_stats)
         if settings is None and kv is None:
             self.scheduler = base(**arguments)
         else:
@@ -282,6 +268,19 @@ class Engine:
         for name, labels, values in payload["obs"]:
             self._obs.setdefault((name, "".join(labels[:1])), []).extend(values)
         self._set.update((name, value) for name, labels, value in payload["set"] if not labels)
+
+
+def count_lookups(engine: Engine) -> list[str]:
+    """Ids of the requests that are looked up for scoring, as it happens."""
+    asked: list[str] = []
+    original = engine.queue.hits.look_up
+
+    def look_up(entry: Any, **kwargs: Any) -> int:
+        asked.append(entry.item.request_id)
+        return original(entry, **kwargs)
+
+    engine.queue.hits.look_up = look_up
+    return asked
 
 
 def grammar_request(engine: Engine, prompt: list[int], output_tokens: int = 1, **kwargs: Any):

@@ -24,6 +24,7 @@ from tests.sched.harness import (
     AsyncScheduler,
     Engine,
     Scheduler,
+    count_lookups,
     empty,
     sched_settings,
     unique,
@@ -275,19 +276,6 @@ def test_requests_that_do_not_read_the_cache_have_no_hit():
 
 
 # -- the scan budget -------------------------------------------------------------------------------
-
-
-def count_lookups(engine: Engine) -> list[str]:
-    """Ids of the requests that are looked up for scoring, as it happens."""
-    asked: list[str] = []
-    original = engine.queue.hits.look_up
-
-    def look_up(entry: Any, **kwargs: Any) -> int:
-        asked.append(entry.item.request_id)
-        return original(entry, **kwargs)
-
-    engine.queue.hits.look_up = look_up
-    return asked
 
 
 def test_a_step_in_which_nothing_changes_looks_up_next_to_nothing():

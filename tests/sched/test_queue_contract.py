@@ -17,6 +17,7 @@ from tests.sched.harness import (
     Engine,
     Request,
     RequestStatus,
+    count_lookups,
     empty,
     grammar,
     grammar_request,
@@ -269,14 +270,7 @@ def test_abort_of_a_leader_frees_its_followers(base):
 
 def test_a_request_without_its_grammar_blocks_nobody_and_is_not_scored(base):
     engine = Engine(sched_settings(), base=base)
-    looked_up: list[str] = []
-    original = engine.queue.hits.look_up
-
-    def look_up(entry: Any, **kwargs: Any) -> int:
-        looked_up.append(entry.item.request_id)
-        return original(entry, **kwargs)
-
-    engine.queue.hits.look_up = look_up
+    looked_up = count_lookups(engine)
     blocked = engine.add(request := grammar_request(engine, unique(1, 30), 2))
     others = [engine.submit(unique(2 + i, 200)) for i in range(4)]
     for _ in range(10):

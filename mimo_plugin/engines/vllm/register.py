@@ -188,11 +188,20 @@ def _fitting(vllm_config: Any, config: MimoConfig) -> tuple[str, ...]:
         reason = importlib.import_module(_FIT_MODULES[name]).why_not(vllm_config)
         if reason is None:
             features.append(name)
-        elif name in config.named:
-            raise FeatureUnavailable(f"feature {name!r} can't run here: {one_line(reason)}")
         else:
-            logger.warning("mimo-plugin leaves out feature %r: %s", name, one_line(reason))
+            leave_out(config, name, reason)
     return tuple(features)
+
+
+def leave_out(config: MimoConfig, name: str, reason: object) -> None:
+    """Say that a feature doesn't fit.
+
+    Raises:
+        FeatureUnavailable: the user named it.
+    """
+    if name in config.named:
+        raise FeatureUnavailable(f"feature {name!r} can't run here: {one_line(reason)}")
+    logger.warning("mimo-plugin leaves out feature %r: %s", name, one_line(reason))
 
 
 def _require_module(name: str) -> None:

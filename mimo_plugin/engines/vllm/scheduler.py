@@ -17,7 +17,7 @@ from mimo_plugin.config import SECTION, MimoConfig, parse_config
 from mimo_plugin.engines.vllm.kv.backend import why_backend_unsafe
 from mimo_plugin.engines.vllm.kv.bind import kv_feature
 from mimo_plugin.engines.vllm.kv.settings import KvSettings, resolve_settings
-from mimo_plugin.engines.vllm.register import LOGGER_NAME, log_active
+from mimo_plugin.engines.vllm.register import LOGGER_NAME, leave_out, log_active
 from mimo_plugin.engines.vllm.sched.extension import extended
 from mimo_plugin.engines.vllm.sched.install import install
 from mimo_plugin.engines.vllm.sched.settings import resolve_sched_settings
@@ -80,9 +80,7 @@ def without(config: MimoConfig, feature: str, reason: object) -> MimoConfig:
     Raises:
         FeatureUnavailable: the user did.
     """
-    if feature in config.named:
-        raise FeatureUnavailable(str(reason))
-    logger.warning("mimo-plugin leaves out feature %r: %s", feature, reason)
+    leave_out(config, feature, reason)
     return replace(config, features=tuple(f for f in config.features if f != feature))
 
 

@@ -268,7 +268,7 @@ class HitIndex:
 
     def is_cached(self, key: bytes) -> bool:
         """Whether a block with this key is in the cache."""
-        return self._map.get_one_block(key) is not None
+        return self.block_of(key) is not None
 
 
 def _unwatched(cls: Any) -> Any:

@@ -41,7 +41,7 @@ def install(
     found = type(getattr(scheduler, "waiting", None))
     if found not in (FCFSRequestQueue, PriorityRequestQueue, AffinityQueue):
         raise FeatureUnavailable(
-            f"feature scheduler: the scheduler class {type(scheduler).__name__} brings a waiting "
+            f"the scheduler class {type(scheduler).__name__} brings a waiting "
             f"queue of its own ({found.__name__}), whose order would be lost; needed: vLLM's own "
             "queue; fix: leave scheduler out of --plugin mimo:…, or drop --scheduler-cls"
         )

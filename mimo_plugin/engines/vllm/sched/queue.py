@@ -371,11 +371,7 @@ class AffinityQueue(RequestQueue):  # type: ignore[misc]
         self.line.rescore(entry, self._look_up(entry, anew=anew))
 
     def _release_followers(self, *, everyone: bool) -> None:
-        at_work = {
-            r.request_id: r.num_computed_tokens
-            for r in self.scheduler._inflight_prefills
-            if r.status == RequestStatus.RUNNING
-        }
+        at_work = {r.request_id: r.num_computed_tokens for r in self._running_prefills()}
         followers = self.followers
         for entry in followers.everyone() if everyone else followers.passed(at_work):
             self._rescore(entry)
@@ -420,16 +416,19 @@ class AffinityQueue(RequestQueue):  # type: ignore[misc]
         mine, wanted = entry.item.lora_request, guard.item.lora_request
         return bool(mine.lora_int_id == wanted.lora_int_id)
 
+    def _running_prefills(self) -> list[Any]:
+        """Prefills that compute, as opposed to those whose KV is being loaded."""
+        return [
+            request
+            for request in self.scheduler._inflight_prefills
+            if request.status == RequestStatus.RUNNING
+        ]
+
     def _active_prefills(self, entry: Waiting) -> list[Any]:
         """Running prefills; under priority scheduling those that are no less urgent."""
         if self._active is None:
-            self._active = [
-                request
-                for request in self.scheduler._inflight_prefills
-                if request.status == RequestStatus.RUNNING
-            ]
-            # It is a set; who follows whom must not depend on addresses.
-            self._active.sort(key=_arrival)
+            # It comes from a set; who follows whom must not depend on addresses.
+            self._active = sorted(self._running_prefills(), key=_arrival)
         if self.by_priority:
             return [request for request in self._active if request.priority <= entry.priority]
         return self._active

@@ -4,35 +4,32 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from math import inf
 from typing import Any
 
-from mimo_plugin.core.affinity import COST, FCFS, AffinityRule
+from mimo_plugin.config import SchedulerConfig
+from mimo_plugin.core.affinity import FCFS, AffinityRule
 from mimo_plugin.core.cost import PrefillCost, parity_tokens_or_default
 from mimo_plugin.core.lanes import Lane
 
 logger = logging.getLogger("vllm.mimo_plugin")
 
-_DEFAULT_LANES = (Lane(65_536, 2), Lane(262_144, 1))
+
+def _lanes(config: SchedulerConfig) -> tuple[Lane, ...]:
+    return tuple(Lane(lane.over_tokens, lane.max_prefills) for lane in config.lanes)
 
 
-@dataclass(frozen=True, slots=True)
-class SchedSettings:
-    """``SchedulerConfig`` made concrete; see ``config.py`` for the meaning of each field."""
+@dataclass(frozen=True, kw_only=True)
+class SchedSettings(SchedulerConfig):
+    """``SchedulerConfig`` made concrete; see ``config.py`` for the meaning of each field.
 
-    mode: str = COST
-    age_credit: float = 0.25
-    long_tokens: int = 12_288
-    long_growth: float = 0.25
-    hit_weight: float = 1.0
-    max_wait_s: float = 300.0
-    protect_hits: bool = True
-    dedupe: bool = True
-    lanes: tuple[Lane, ...] = _DEFAULT_LANES
-    lane_share: float = 0.5
-    scan_requests: int = 16
-    calibrate: bool = True
-    cost: PrefillCost = PrefillCost(float("inf"))
+    Attributes:
+        cost: prefill cost of the model.
+    """
+
+    lanes: tuple[Lane, ...] = _lanes(SchedulerConfig())  # type: ignore[assignment]
+    cost: PrefillCost = PrefillCost(inf)
 
     @property
     def reorders(self) -> bool:
@@ -49,11 +46,11 @@ class SchedSettings:
             hit_weight=self.hit_weight,
             max_wait_s=self.max_wait_s,
             by_priority=by_priority,
-            lanes_over_tokens=tuple(lane.over_tokens for lane in self.lanes),
+            lanes=self.lanes,
         )
 
 
-def resolve_sched_settings(config: Any, vllm_config: Any) -> SchedSettings:
+def resolve_sched_settings(config: SchedulerConfig, vllm_config: Any) -> SchedSettings:
     """Settings from a ``SchedulerConfig``; the prefill cost comes from the model's config."""
     parity, derived = parity_tokens_or_default(vllm_config.model_config.hf_text_config.to_dict())
     if not derived:
@@ -62,18 +59,5 @@ def resolve_sched_settings(config: Any, vllm_config: Any) -> SchedSettings:
             "context; starting from %d tokens and measuring",
             parity,
         )
-    return SchedSettings(
-        mode=config.mode,
-        age_credit=config.age_credit,
-        long_tokens=config.long_tokens,
-        long_growth=config.long_growth,
-        hit_weight=config.hit_weight,
-        max_wait_s=config.max_wait_s,
-        protect_hits=config.protect_hits,
-        dedupe=config.dedupe,
-        lanes=tuple(Lane(lane.over_tokens, lane.max_prefills) for lane in config.lanes),
-        lane_share=config.lane_share,
-        scan_requests=config.scan_requests,
-        calibrate=config.calibrate,
-        cost=PrefillCost(parity),
-    )
+    given = {f.name: getattr(config, f.name) for f in fields(SchedulerConfig)}
+    return SchedSettings(**{**given, "lanes": _lanes(config)}, cost=PrefillCost(parity))
