@@ -5,10 +5,12 @@
 #   make run QUICK=1             a quarter of the sessions
 #   make test                    all checks; TIER=unit runs one of lint, unit, contracts, engine
 #   make bench                   all benchmarks; BENCH=retention runs one, QUICK=1 shortens it
+#   make tiny-trained            train the tiny model of tools/tiny_trained again (ten minutes), in
+#                                out/tiny-trained; ARGS=tools/tiny_trained replaces the committed one
 #   make … PY=/path/to/python    use this environment as it is instead of .venv-vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint bench doctor clean
+.PHONY: help setup run test lint bench tiny-trained doctor clean
 
 VENV := .venv-vllm
 PY ?=
@@ -24,7 +26,7 @@ BENCH ?= $(filter-out _%,$(basename $(notdir $(shell grep -l __main__ benchmarks
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' $(MAKEFILE_LIST)
-	@echo "Targets: setup run test lint bench doctor clean"
+	@echo "Targets: setup run test lint bench tiny-trained doctor clean"
 
 setup:
 	@python3 tools/setup_vllm.py $(if $(FORCE),--force)
@@ -44,6 +46,9 @@ bench: $(READY)
 	  echo "=== benchmarks/$$name.py"; \
 	  $(PYTHON) -m benchmarks.$$name --json out/bench/$$name.json $(if $(QUICK),--quick) $(ARGS); \
 	done
+
+tiny-trained: $(READY)
+	@$(PYTHON) -m tools.tiny_trained $(ARGS)
 
 doctor: $(READY)
 	@$(PYTHON) -m mimo_plugin.cli doctor $(ARGS)

@@ -27,8 +27,8 @@ from mimo_plugin.config_values import (
     section,
     subset,
     token_ids_or_none,
-    tokens_or_none,
     whole,
+    whole_or_none,
 )
 from mimo_plugin.errors import ConfigError, FeatureUnavailable, nearest, setting_error
 from mimo_plugin.features import FEATURES, available, defaults
@@ -133,6 +133,23 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MtpConfig:
+    """Settings of the feature ``mtp``.
+
+    Attributes:
+        layers: MTP layers that the checkpoint holds; None reads the names of its weights.
+        adaptive_length: draft as many tokens as pay for each request, by measured acceptance and
+            batch size; otherwise every request gets ``num_speculative_tokens``.
+        warn_after_drafts: drafts without a single accepted token after which one warning is
+            logged, >= 0; 0 never warns.
+    """
+
+    layers: int | None = None
+    adaptive_length: bool = False
+    warn_after_drafts: int = 200
+
+
+@dataclass(frozen=True, kw_only=True)
 class MimoConfig:
     """What one engine runs with, the same in each of its processes.
 
@@ -143,6 +160,7 @@ class MimoConfig:
         strict: a feature that can't run stops start-up.
         kv: settings of the feature ``kv``.
         scheduler: settings of the feature ``scheduler``.
+        mtp: settings of the feature ``mtp``.
         user_scheduler_cls: dotted path of the scheduler class that the user had set, which ours
             composes with.
         plugin_version: version of the plugin that validated this; empty before validation.
@@ -156,6 +174,7 @@ class MimoConfig:
     strict: bool = True
     kv: KvConfig = field(default_factory=KvConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    mtp: MtpConfig = field(default_factory=MtpConfig)
     user_scheduler_cls: str | None = None
     plugin_version: str = ""
     engine_label: str = ""
@@ -304,7 +323,7 @@ _KV_VALUES: dict[str, Validator] = {
     "strict_split": boolean,
     "classes": subset(CHECKPOINT_CLASSES, "class"),
     "message_start_token_ids": token_ids_or_none,
-    "ladder_min_tokens": tokens_or_none,
+    "ladder_min_tokens": whole_or_none(1, "tokens", "null derives it from the model"),
     "ladder_growth": number(over=0, most=1),
     "draft_share": number(least=0, most=1),
     "memoise": boolean,
@@ -369,7 +388,22 @@ def _parse_scheduler(raw: object) -> SchedulerConfig:
     return SchedulerConfig(**section(f"{SECTION}.scheduler", raw, _SCHEDULER_VALUES))
 
 
-_SECTIONS: dict[str, Callable[[object], Any]] = {"kv": _parse_kv, "scheduler": _parse_scheduler}
+_MTP_VALUES: dict[str, Validator] = {
+    "layers": whole_or_none(1, "layers", "null reads it from the weights"),
+    "adaptive_length": boolean,
+    "warn_after_drafts": whole(0, "drafts"),
+}
+
+
+def _parse_mtp(raw: object) -> MtpConfig:
+    return MtpConfig(**section(f"{SECTION}.mtp", raw, _MTP_VALUES))
+
+
+_SECTIONS: dict[str, Callable[[object], Any]] = {
+    "kv": _parse_kv,
+    "scheduler": _parse_scheduler,
+    "mtp": _parse_mtp,
+}
 
 
 # --- the command-line option ----------------------------------------------------------------

@@ -102,18 +102,19 @@ def whole(least: int, unit: str) -> Validator:
     return parse
 
 
-def tokens_or_none(setting: str, value: object) -> int | None:
-    """A whole number of tokens >= 1, or None."""
-    if value is None:
-        return None
-    if not is_whole(value, 1):
-        raise setting_error(
-            setting,
-            value,
-            "a whole number of tokens >= 1, or null",
-            "null derives it from the model",
-        )
-    return int(value)  # type: ignore[call-overload, no-any-return]
+def whole_or_none(least: int, unit: str, null: str) -> Validator:
+    """A whole number of at least ``least``, or None; ``null`` says what None does."""
+
+    def parse(setting: str, value: object) -> int | None:
+        if value is None:
+            return None
+        if not is_whole(value, least):
+            raise setting_error(
+                setting, value, f"a whole number of {unit} >= {least}, or null", null
+            )
+        return int(value)  # type: ignore[call-overload, no-any-return]
+
+    return parse
 
 
 def one_of(names: tuple[str, ...]) -> Validator:

@@ -29,6 +29,12 @@ TRIM_REASONS = (
 BLOCK_KINDS = ("full", "swa")
 ADMISSION_REASONS = ("arrival", "affinity", "priority", "max_wait", "preempted")
 DEFERRAL_REASONS = ("duplicate", "lane")
+DRAFT_POSITIONS = tuple(map(str, range(8)))
+"""Position of a token in its draft, from 0; the last one holds all later ones too."""
+OUTPUT_BINS = ("0-127", "128-255", "256+")
+"""Index of a token in the output of its request."""
+DRAFT_LENGTHS = tuple(map(str, range(9)))
+WASTE_REASONS = ("rejected", "unverified")
 
 Kind = Literal["counter", "gauge", "histogram"]
 
@@ -64,6 +70,8 @@ def _spec(
 
 _CLS = {"cls": CLASS_LABELS}
 _KIND = {"kind": BLOCK_KINDS}
+_OUTPUT = {"output": OUTPUT_BINS}
+_DRAFT = {"position": DRAFT_POSITIONS, **_OUTPUT}
 
 METRICS: tuple[MetricSpec, ...] = (
     _spec(
@@ -121,6 +129,55 @@ METRICS: tuple[MetricSpec, ...] = (
         "counter",
         "scheduler_guard_steps",
         "Steps in which others were held back for an overdue request that did not fit yet.",
+    ),
+    _spec(
+        "counter",
+        "mtp_draft_rounds",
+        "Drafts that were verified, by index of their first token in the request's output.",
+        _OUTPUT,
+    ),
+    _spec(
+        "counter",
+        "mtp_drafted_tokens",
+        "Drafted tokens, by position in the draft and output index.",
+        _DRAFT,
+    ),
+    _spec(
+        "counter",
+        "mtp_checked_tokens",
+        "Drafted tokens whose predecessors in the draft were all accepted.",
+        _DRAFT,
+    ),
+    _spec("counter", "mtp_accepted_tokens", "Drafted tokens that were accepted.", _DRAFT),
+    _spec(
+        "counter",
+        "mtp_wasted_drafts",
+        "Drafted tokens that were rejected, or never verified because the request ended, was "
+        "preempted, or its grammar refused them.",
+        {"reason": WASTE_REASONS},
+    ),
+    _spec(
+        "counter",
+        "mtp_draft_length",
+        "Tokens drafted for a request after a step, by length of the draft.",
+        {"length": DRAFT_LENGTHS},
+    ),
+    _spec(
+        "counter",
+        "mtp_self_check_failures",
+        "Warnings that no drafted token was ever accepted.",
+    ),
+    _spec(
+        "counter",
+        "mtp_handovers",
+        "Requests whose KV came from another engine, by whether all rows of the MTP layers are "
+        "exact.",
+        {"complete": ("yes", "no")},
+    ),
+    _spec(
+        "counter",
+        "mtp_handover_repeated_tokens",
+        "Loaded tokens that were computed again to make the MTP layers' rows exact.",
     ),
     _spec("counter", "metrics_dropped", "Observations lost because nobody collected them."),
     _spec(

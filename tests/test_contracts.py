@@ -319,11 +319,11 @@ def test_only_the_rows_of_the_features_asked_for(tmp_path: Path) -> None:
     switch_only = contracts.check_vllm(tmp_path, features=())
     assert 0 < len(switch_only) < len(every)
     assert all("affects every feature" in line for line in switch_only)
-    for name in ("kv", "scheduler"):
+    for name in ("kv", "scheduler", "mtp"):
         lines = contracts.check_vllm(tmp_path, features=[name])
         assert len(switch_only) < len(lines) < len(every)
         assert set(lines) <= set(every)
-    assert contracts.check_vllm(tmp_path, features=["kv", "scheduler"]) == every
+    assert contracts.check_vllm(tmp_path, features=["kv", "scheduler", "mtp"]) == every
 
 
 def test_the_wheel_does_not_pin_the_engine() -> None:

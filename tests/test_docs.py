@@ -18,13 +18,18 @@ from mimo_plugin.cli.patches import ACTIONS
 from mimo_plugin.config import (
     CHECKPOINT_CLASSES,
     KvConfig,
+    MtpConfig,
     SchedulerConfig,
     parse_config,
     parse_plugin_option,
 )
 from mimo_plugin.core.affinity import MAX_RATE, MODES
 from mimo_plugin.core.candidates import AGEING
+from mimo_plugin.core.draft import HYSTERESIS, PROBE_STEPS, UNIFORM_MARGIN
+from mimo_plugin.core.geometry import read_geometry
+from mimo_plugin.core.pools import plan_pool
 from mimo_plugin.core.retention import CLASSES
+from mimo_plugin.core.window import GroupGeometry
 from mimo_plugin.engines.vllm.version import SUPPORTED_MINORS, SUPPORTED_TEXT
 from mimo_plugin.errors import ConfigError
 from mimo_plugin.features import FEATURES
@@ -35,8 +40,11 @@ from mimo_plugin.metrics import (
     DEFERRAL_REASONS,
     MAX_OBSERVATIONS,
     METRICS,
+    OUTPUT_BINS,
     TRIM_REASONS,
+    WASTE_REASONS,
 )
+from tests.published_models import MIMO_V2_5, MIMO_V2_5_PRO, MIMO_V2_FLASH
 from tools.tiers import TIERS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,7 +57,7 @@ WRITTEN = [
 ]
 PAGES = [*WRITTEN, ROOT / "patches" / "README.md"]
 FIGURES = ("run", "retention", "scheduler")
-SECTIONS = {"kv": KvConfig, "scheduler": SchedulerConfig}
+SECTIONS = {"kv": KvConfig, "scheduler": SchedulerConfig, "mtp": MtpConfig}
 #: read as text: importing them needs the engine
 ACCOUNTING = ROOT / "mimo_plugin" / "engines" / "vllm" / "kv" / "accounting.py"
 QUEUE = ROOT / "mimo_plugin" / "engines" / "vllm" / "sched" / "queue.py"
@@ -177,6 +185,7 @@ def test_modes_are_those_of_the_code():
                 "lane_share": ((0, False), (1, False)),
                 "scan_requests": ((1, True),),
             },
+            "mtp": {"layers": ((1, True),), "warn_after_drafts": ((0, True),)},
         }.items()
         for name, pairs in options.items()
         for bound, inside in pairs
@@ -243,7 +252,8 @@ def test_reasons_kinds_and_classes():
     assert set(CLASSES) == set(CHECKPOINT_CLASSES)
     assert first_column(metrics, "admissions") == list(ADMISSION_REASONS)
     assert first_column(metrics, "deferrals") == list(DEFERRAL_REASONS)
-    for name in (*CLASS_LABELS, *BLOCK_KINDS):
+    assert first_column(metrics, "waste") == list(WASTE_REASONS)
+    for name in (*CLASS_LABELS, *BLOCK_KINDS, *OUTPUT_BINS):
         assert f"`{name}`" in metrics, name
     assert set(first_column(works, "ranks")) == set(AGEING)
 
@@ -284,6 +294,10 @@ def test_numbers_that_are_quoted_from_the_code():
     works, limits = page("how-it-works-scheduler.md"), page("limits.md")
     assert f"every {passes}th scheduling pass" in works and f"every {passes} steps" in limits
     assert f"at most {MAX_RATE:g}\n" in works and f"at most {MAX_RATE:g} times as fast" in limits
+    drafts = page("how-it-works-mtp.md")
+    assert f"must gain more than {UNIFORM_MARGIN:.0%}".replace("%", " %") in drafts
+    assert f"for a gain of more than {HYSTERESIS:.0%}".replace("%", " %") in drafts
+    assert f"One step in {PROBE_STEPS} runs" in drafts
     compatibility, pyproject = page("compatibility.md"), (ROOT / "pyproject.toml").read_text()
     assert f"`{SUPPORTED_TEXT}`" in compatibility
     for major, minor in SUPPORTED_MINORS:
@@ -291,6 +305,36 @@ def test_numbers_that_are_quoted_from_the_code():
     minimum = re.search(r'^requires-python = ">=([\d.]+)"$', pyproject, re.MULTILINE)
     assert minimum and f"Python {minimum[1]} or newer" in compatibility
     assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("model", "configs"),
+    [("MiMo-V2-Flash, V2.5", (MIMO_V2_FLASH, MIMO_V2_5)), ("MiMo-V2.5-Pro", (MIMO_V2_5_PRO,))],
+)
+def test_cost_of_draft_layers(model, configs):
+    """As the pool is planned; with drafts each SWA group keeps one block more at a checkpoint."""
+    works, rows, name = page("how-it-works-mtp.md"), {}, ""
+    for row in table(works, "draft-kv"):
+        name = row[0] or name
+        rows.setdefault(name, []).append(row[1:])
+    for config in configs:
+        geometry, expected = read_geometry(config), []
+        for drafts in (0, 1, 3):
+            plan = plan_pool(geometry.with_draft_layers(drafts))
+            swa, width = plan.of_kind("swa"), max(group.layers for group in plan.groups)
+            layers, ahead = sum(group.layers for group in swa), len(swa) if drafts else 0
+            unfilled = f"{(len(swa) * width - layers) / layers:.1%}".replace("%", " %")
+            blocks = sum(GroupGeometry(g.block_tokens, g.window_tokens).window_blocks for g in swa)
+            expected.append([drafts, len(swa), unfilled, blocks, ahead, blocks + ahead])
+            if drafts != 1:
+                stated = f"{(blocks + ahead) * plan.block_bytes / 2**20:.1f} MiB"
+                assert stated in works
+        assert rows[model] == [list(map(str, values)) for values in expected]
+        # a group with the draft layers alone: one window and one block ahead
+        apart = expected[0][-1] + GroupGeometry(16, geometry.window_tokens).window_blocks + 1
+        assert f"{apart} blocks instead of {expected[-1][-1]}" in works or (
+            f"{apart} instead of {expected[-1][-1]}" in works
+        )
 
 
 def subparsers():
@@ -398,9 +442,9 @@ def test_modules_that_are_named_exist():
 
 def test_make_targets_exist():
     makefile = (ROOT / "Makefile").read_text()
-    targets = set(re.findall(r"^(\w+):(?!=)", makefile, re.MULTILINE))
+    targets = set(re.findall(r"^([\w-]+):(?!=)", makefile, re.MULTILINE))
     for path in WRITTEN:
-        for target in re.findall(r"(?:`|^)make (\w+)", path.read_text(), re.MULTILINE):
+        for target in re.findall(r"(?:`|^)make ([\w-]+)", path.read_text(), re.MULTILINE):
             assert target in targets, f"{path.name}: make {target}"
 
 

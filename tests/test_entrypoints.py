@@ -2,6 +2,7 @@
 """Entry points: cheap, harmless when unused, never a silent stock run when used (no engine)."""
 
 import argparse
+import json
 import logging
 import subprocess
 import sys
@@ -39,6 +40,8 @@ def make_engine_args():
     class EngineArgs:
         def __init__(self, additional_config=None):
             self.additional_config = additional_config or {}
+            self.speculative_config = None
+            self.model, self.revision, self.load_format = "no/such-model", None, "auto"
 
         @staticmethod
         def add_cli_args(parser):
@@ -81,7 +84,11 @@ def healthy(monkeypatch):
     fit = types.ModuleType("fit_for_test")
     fit.why_not = lambda vllm_config: None
     monkeypatch.setitem(sys.modules, "fit_for_test", fit)
-    fits = {"kv": "fit_for_test", "scheduler": "fit_for_test"}
+    unasked = types.ModuleType("mtp_fit_for_test")
+    unasked.unused = lambda vllm_config: True
+    unasked.why_not = lambda vllm_config: "speculative decoding is off"
+    monkeypatch.setitem(sys.modules, "mtp_fit_for_test", unasked)
+    fits = {"kv": "fit_for_test", "scheduler": "fit_for_test", "mtp": "mtp_fit_for_test"}
     monkeypatch.setattr(register, "_FIT_MODULES", fits)
     monkeypatch.setattr(register, "_announced", set())
     return fit
@@ -323,6 +330,119 @@ def test_feature_that_does_not_fit(healthy, caplog):
     assert "prefix caching is off" in caplog.text
 
 
+# --- speculation: filled in before vLLM reads its arguments ---------------------------------
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """Makes a directory with the names of a checkpoint's weights, as many MTP layers as asked."""
+
+    def make(layers):
+        names = ["model.layers.0.mlp.up_proj.weight"]
+        names += [f"model.mtp.layers.{i}.enorm.weight" for i in range(layers)]
+        index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
+        folder = tmp_path / f"{layers}-layers"
+        folder.mkdir()
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        return str(folder)
+
+    return make
+
+
+def completed(engine_args, section, given, model):
+    """``speculative_config`` as vLLM's own code gets to see it."""
+    entrypoints.register_vllm()
+    args = engine_args({"mimo": section})
+    args.speculative_config, args.model = given, model
+    args.create_engine_config()
+    return args.speculative_config
+
+
+@pytest.mark.parametrize(
+    ("section", "given", "expected"),
+    [
+        ({"mtp": {}}, None, {"method": "mtp", "num_speculative_tokens": 2}),
+        ({"features": ["kv", "mtp"]}, None, {"method": "mtp", "num_speculative_tokens": 2}),
+        ({"mtp": {}}, {"method": "mtp"}, {"method": "mtp", "num_speculative_tokens": 2}),
+        ({}, {"method": "mtp"}, {"method": "mtp"}),
+        ({}, None, None),
+        ({"kv": {}}, None, None),
+        ({"kv": {}}, {"method": "mtp"}, {"method": "mtp"}),
+        ({"mtp": {}}, {"method": "ngram"}, {"method": "ngram"}),
+        (
+            {"mtp": {}},
+            {"method": "mtp", "num_speculative_tokens": 1},
+            {"method": "mtp", "num_speculative_tokens": 1},
+        ),
+        ({"mtp": {}}, {"method": "mtp", "model": "other"}, {"method": "mtp", "model": "other"}),
+    ],
+)
+def test_speculation_is_filled_in(
+    engine_args, healthy, checkpoint, monkeypatch, section, given, expected
+):
+    monkeypatch.setattr(register, "activate", lambda *args, **kwargs: None)
+    before = None if given is None else dict(given)
+    assert completed(engine_args, section, given, checkpoint(2)) == expected
+    assert given == before, "the user's own object is not changed"
+
+
+@pytest.mark.parametrize(
+    ("section", "layers", "kind", "words"),
+    [
+        ({"mtp": {}}, 0, FeatureUnavailable, "holds no MTP layers"),
+        ({"mtp": {"layers": 3}}, 2, FeatureUnavailable, "mimo.mtp.layers is 3 but"),
+        ({"mtp": {}}, None, FeatureUnavailable, "set mimo.mtp.layers"),
+    ],
+)
+def test_layers_that_cannot_be_counted(
+    engine_args, healthy, checkpoint, tmp_path, section, layers, kind, words
+):
+    model = str(tmp_path) if layers is None else checkpoint(layers)
+    with pytest.raises(kind, match=words) as caught:
+        completed(engine_args, section, None, model)
+    assert "\n" not in str(caught.value) and "fix:" in str(caught.value)
+
+
+def test_the_setting_stands_in_for_weights_whose_names_cannot_be_read(
+    engine_args, healthy, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(register, "activate", lambda *args, **kwargs: None)
+    found = completed(engine_args, {"mtp": {"layers": 3}}, None, str(tmp_path))
+    assert found == {"method": "mtp", "num_speculative_tokens": 3}
+
+
+def test_another_model_s_drafts_are_left_to_vllm(engine_args, healthy, checkpoint, monkeypatch):
+    """Plain ``--plugin mimo`` refuses nothing that runs without it."""
+    monkeypatch.setattr(register, "activate", lambda *args, **kwargs: None)
+    assert completed(engine_args, {}, {"method": "mtp"}, checkpoint(0)) == {"method": "mtp"}
+
+
+def test_weights_that_cannot_be_opened_are_told_in_one_line(engine_args, healthy, tmp_path):
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(FeatureUnavailable, match="set mimo.mtp.layers") as caught:
+        completed(engine_args, {"mtp": {}}, None, str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_speculation_that_is_no_object_is_refused(engine_args, healthy, checkpoint):
+    with pytest.raises(ConfigError, match="--speculative-config"):
+        completed(engine_args, {"mtp": {}}, "mtp", checkpoint(2))
+
+
+def test_a_lenient_start_leaves_the_arguments_alone(engine_args, healthy, checkpoint, monkeypatch):
+    monkeypatch.setenv("MIMO_STRICT", "0")
+    assert completed(engine_args, {"mtp": {}}, None, checkpoint(0)) is None
+
+
+def test_a_feature_that_nobody_asks_for_is_no_news(engine_args, healthy, caplog):
+    """Plain ``--plugin mimo`` without MTP drafts says nothing of them; who names it is told."""
+    config = make_vllm_config({"mimo": {}})
+    assert register.activate(config, environ={}).features == ("kv", "scheduler")
+    assert "mtp" not in caplog.text
+    with pytest.raises(FeatureUnavailable, match="'mtp' can't run here: speculative decoding is"):
+        register.activate(make_vllm_config({"mimo": {"mtp": {}}}), environ={})
+
+
 # --- workers --------------------------------------------------------------------------------
 
 
@@ -355,6 +475,29 @@ def test_worker_is_a_subclass_that_announces_itself(healthy, caplog, monkeypatch
         cls(config, 0, 1)
     with pytest.raises(AttributeError):
         _ = worker.nonsense
+
+
+class WorkerWithDevice(StockWorker):
+    def init_device(self, *args):
+        self.device = args
+        return "done"
+
+
+@pytest.mark.parametrize("features", [["kv"], ["kv", "mtp"]])
+def test_a_worker_gets_its_speculator_once_it_has_its_device(healthy, monkeypatch, features):
+    from mimo_plugin.engines.vllm import worker
+    from mimo_plugin.engines.vllm.mtp import configure
+
+    done = []
+    monkeypatch.setattr(configure, "prepare_worker", lambda *args: done.append("model class"))
+    monkeypatch.setattr(
+        configure, "install_speculator", lambda worker: done.append(("speculator", worker.device))
+    )
+    section = {"features": features, "_plugin_version": register.__version__}
+    config = make_vllm_config({"mimo": section})
+    made = getattr(worker, f"{__name__.replace('.', ':')}:WorkerWithDevice")(config, 0, 1)
+    assert made.init_device(7) == "done"
+    assert done == (["model class", ("speculator", (7,))] if "mtp" in features else [])
 
 
 # --- versions -------------------------------------------------------------------------------

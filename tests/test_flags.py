@@ -27,13 +27,23 @@ from tests.published_models import (
 )
 
 
-def model_dir(folder: Path, config: dict[str, Any], *, chat_template: bool = False) -> str:
-    """Write a model directory without weights."""
+def model_dir(
+    folder: Path,
+    config: dict[str, Any],
+    *,
+    chat_template: bool = False,
+    mtp_layers: int | None = None,
+) -> str:
+    """Write a model directory without weights; ``mtp_layers`` writes the index of their names."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     if chat_template:
         text = json.dumps({"chat_template": "{{ messages }}"})
         (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+    if mtp_layers is not None:
+        names = [f"model.mtp.layers.{i}.enorm.weight" for i in range(mtp_layers)]
+        index = {"weight_map": dict.fromkeys(["model.norm.weight", *names], "a.safetensors")}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     return str(folder)
 
 
@@ -80,6 +90,41 @@ def test_notes_go_to_standard_error(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "multiples of 32 tokens" in captured.err
     assert "speculative decoding is left out" in captured.err
     assert "speculative" not in captured.out
+
+
+def test_drafts_where_the_checkpoint_has_the_layers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = model_dir(tmp_path / "m", MIMO_V2_FLASH, mtp_layers=3)
+    command = command_of(capsys, "--model", path)
+    assert command[command.index("--plugin") + 1] == "mimo:kv,scheduler,mtp"
+    speculation = json.loads(command[command.index("--speculative-config") + 1])
+    assert speculation == {"method": "mtp", "num_speculative_tokens": 3}
+    assert "--speculative-config" not in command_of(capsys, "--model", path, "--features", "kv")
+
+
+@pytest.mark.parametrize(
+    ("config", "layers", "said"),
+    [
+        (MIMO_V2_FLASH, None, "left out: the MTP layers can't be counted"),
+        (MIMO_V2_FLASH, 0, "left out: the checkpoint holds no MTP layers"),
+        (GPT_OSS_20B, 3, None),
+    ],
+)
+def test_no_drafts_that_the_engine_would_refuse(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    config: dict[str, Any],
+    layers: int | None,
+    said: str | None,
+) -> None:
+    path = model_dir(tmp_path / "m", config, mtp_layers=layers)
+    assert main.main(["flags", "--model", path]) == 0
+    captured = capsys.readouterr()
+    assert "--plugin mimo:kv,scheduler \\\n" in captured.out
+    assert "--speculative-config" not in captured.out
+    assert (said or "\n# ") in captured.err
+    assert ("speculative" in captured.err) is (said is not None)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +217,7 @@ def test_every_option_is_one_of_the_engine(tmp_path: Path) -> None:
     facts = SourceTree(root, "vllm").lookup("engine.arg_utils", "EngineArgs")
     assert facts is not None
     literals = (root / "engine" / "arg_utils.py").read_text(encoding="utf-8")
-    model = load_model(model_dir(tmp_path / "m", MIMO_V2_5_PRO | {"auto_map": {}}))
+    model = load_model(model_dir(tmp_path / "m", MIMO_V2_5_PRO | {"auto_map": {}}, mtp_layers=3))
     command = flags.vllm_command(model, tp=2, max_len=4096)
     ours = {"--plugin"}
     for group in command.arguments[1:]:
@@ -184,7 +229,7 @@ def test_every_option_is_one_of_the_engine(tmp_path: Path) -> None:
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_the_engine_s_own_parser_accepts_the_command(tmp_path: Path) -> None:
-    path = model_dir(tmp_path / "m", MIMO_V2_FLASH, chat_template=True)
+    path = model_dir(tmp_path / "m", MIMO_V2_FLASH, chat_template=True, mtp_layers=3)
     printed = subprocess.run(
         [sys.executable, "-m", "mimo_plugin.cli", "flags", "--model", path, "--json"],
         capture_output=True,
@@ -202,7 +247,8 @@ def test_the_engine_s_own_parser_accepts_the_command(tmp_path: Path) -> None:
         "ServeSubcommand().subparser_init(sub)\n"
         "args = parser.parse_args(sys.argv[1:])\n"
         "print('PARSED', args.plugin, args.block_size, args.prefix_cache_retention_interval,\n"
-        "      args.disable_hybrid_kv_cache_manager, args.tool_call_parser)\n"
+        "      args.disable_hybrid_kv_cache_manager, args.tool_call_parser,\n"
+        "      args.speculative_config['num_speculative_tokens'])\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, *command[1:]],
@@ -212,7 +258,7 @@ def test_the_engine_s_own_parser_accepts_the_command(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "PARSED mimo:kv,scheduler 16 0 False mimo" in done.stdout
+    assert "PARSED mimo:kv,scheduler,mtp 16 0 False mimo 3" in done.stdout
 
 
 # -------------------------------------------------------------------------------------- plan

@@ -225,7 +225,7 @@ def vocabulary(size: TinyMiMo) -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 
 def write_tokenizer(size: TinyMiMo, out: Path) -> dict[str, int]:
-    """Write ``tokenizer.json`` and its config with the chat template; return the vocabulary."""
+    """Write ``tokenizer.json``; return the vocabulary."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     vocab, merges = vocabulary(size)
@@ -234,6 +234,11 @@ def write_tokenizer(size: TinyMiMo, out: Path) -> dict[str, int]:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(t, special=True) for t in SPECIAL_TOKENS])
     tokenizer.save(str(out / "tokenizer.json"))
+    return vocab
+
+
+def write_configs(size: TinyMiMo, out: Path) -> None:
+    """Write the JSON files beside weights and vocabulary: model, tokenizer and generation."""
     write_json(
         out / "tokenizer_config.json",
         {
@@ -247,7 +252,16 @@ def write_tokenizer(size: TinyMiMo, out: Path) -> dict[str, int]:
             "chat_template": CHAT_TEMPLATE,
         },
     )
-    return vocab
+    write_json(out / "config.json", config_json(size))
+    write_json(
+        out / "generation_config.json",
+        {
+            "bos_token_id": SPECIAL_TOKENS.index("<|endoftext|>"),
+            "eos_token_id": SPECIAL_TOKENS.index("<|im_end|>"),
+            "pad_token_id": SPECIAL_TOKENS.index("<|endoftext|>"),
+            "do_sample": False,
+        },
+    )
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
@@ -346,16 +360,7 @@ def make(out: Path, size: TinyMiMo | None = None) -> Path:
         str(out / "model.safetensors"),
         metadata={"format": "pt"},
     )
-    write_json(out / "config.json", config_json(size))
-    write_json(
-        out / "generation_config.json",
-        {
-            "bos_token_id": SPECIAL_TOKENS.index("<|endoftext|>"),
-            "eos_token_id": SPECIAL_TOKENS.index("<|im_end|>"),
-            "pad_token_id": SPECIAL_TOKENS.index("<|endoftext|>"),
-            "do_sample": False,
-        },
-    )
+    write_configs(size, out)
     write_json(done, recipe)
     return out
 

@@ -14,7 +14,8 @@ from mimo_plugin.cli._model import Model, load_model, require_hybrid
 from mimo_plugin.config import parse_plugin_option
 from mimo_plugin.core.geometry import GeometryError
 from mimo_plugin.core.pools import plan_pool
-from mimo_plugin.errors import setting_error
+from mimo_plugin.engines.vllm.mtp.checkpoint import UnreadableCheckpoint, count_mtp_layers
+from mimo_plugin.errors import one_line, setting_error
 from mimo_plugin.features import available
 
 ENGINES = ("vllm",)
@@ -61,7 +62,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--features",
         metavar="NAME[,NAME...]",
-        help=f"features to switch on (default: {','.join(available('vllm'))})",
+        help=f"features to switch on (default: those of {','.join(available('vllm'))} that fit)",
     )
     parser.add_argument(
         "--tp", type=int, default=1, metavar="N", help="tensor parallel size (default: 1)"
@@ -105,14 +106,18 @@ def vllm_command(
         FeatureUnavailable: the model has no sliding-window layers beside full attention.
     """
     require_hybrid(model)
-    names = parse_plugin_option(f"mimo:{features}") if features is not None else available("vllm")
+    drafts, why_none = _mtp_layers(model)
+    names = tuple(name for name in available("vllm") if name != "mtp" or drafts)
+    if features is not None:
+        names = parse_plugin_option(f"mimo:{features}") or ()
     geometry = model.geometry
     window = geometry.window_tokens or 0
     block = block_tokens(window)
     if tp < 1:
         raise setting_error("--tp", tp, "a number > 0", "choose a divisor of the KV heads")
     try:
-        plan = plan_pool(geometry, block_tokens=block, tp=tp)
+        in_cache = geometry.with_draft_layers(drafts if "mtp" in names else 0)
+        plan = plan_pool(in_cache, block_tokens=block, tp=tp)
     except GeometryError as error:
         raise setting_error("--tp", tp, "a size that fits the KV heads", str(error)) from None
     longest = geometry.max_len_tokens
@@ -121,7 +126,7 @@ def vllm_command(
         raise setting_error("--max-model-len", max_len, allowed, "choose a shorter length")
     arguments: list[tuple[str, ...]] = [
         ("vllm", "serve", model.path),
-        ("--plugin", f"mimo:{','.join(names or ())}"),
+        ("--plugin", f"mimo:{','.join(names)}"),
         ("--block-size", str(block)),
         ("--enable-prefix-caching",),
         ("--prefix-cache-retention-interval", "0"),
@@ -149,9 +154,21 @@ def vllm_command(
             ("--enable-auto-tool-choice",),
             ("--tool-call-parser", "mimo"),
         ]
-    if geometry.mtp_layers:
-        notes.append(
-            f"{geometry.mtp_layers} MTP layers found; speculative decoding is left out: feature "
-            "mtp is not in this version"
-        )
+    if "mtp" in names and drafts:
+        config = json.dumps({"method": "mtp", "num_speculative_tokens": drafts})
+        arguments.append(("--speculative-config", config))
+        notes.append(f"{drafts} MTP layers found, one for each draft token; needs Model Runner V2")
+    elif why_none:
+        notes.append(f"speculative decoding is left out: {why_none}")
     return Command(arguments=tuple(arguments), notes=tuple(notes))
+
+
+def _mtp_layers(model: Model) -> tuple[int, str]:
+    """MTP layers that feature ``mtp`` can use, or 0 and why there are none (empty: not MiMo-V2)."""
+    if not model.architecture.startswith(_MIMO_PARSERS):
+        return 0, ""
+    try:
+        found = count_mtp_layers(model.path)
+    except (UnreadableCheckpoint, ImportError, ValueError) as error:
+        return 0, f"the MTP layers can't be counted ({one_line(error)})"
+    return found, "" if found else "the checkpoint holds no MTP layers"

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 from mimo_plugin.contracts.row import Contract, call, class_, replaced
 from mimo_plugin.contracts.vllm_kv import KV_ROWS
+from mimo_plugin.contracts.vllm_mtp import MTP_ROWS
+from mimo_plugin.contracts.vllm_mtp_sched import MTP_SCHED_ROWS
+from mimo_plugin.contracts.vllm_mtp_transfer import MTP_TRANSFER_ROWS
 from mimo_plugin.contracts.vllm_sched import SCHED_ROWS
 
 _ARGS = "engine.arg_utils"
@@ -142,5 +145,12 @@ _SWITCH_ROWS = (
     ),
 )
 
-VLLM_CONTRACTS: tuple[Contract, ...] = (*_SWITCH_ROWS, *KV_ROWS, *SCHED_ROWS)
+VLLM_CONTRACTS: tuple[Contract, ...] = (
+    *_SWITCH_ROWS,
+    *KV_ROWS,
+    *SCHED_ROWS,
+    *MTP_ROWS,
+    *MTP_SCHED_ROWS,
+    *MTP_TRANSFER_ROWS,
+)
 """Every row.  One without features concerns the plugin itself: the switch and the metrics."""

@@ -35,6 +35,8 @@ class PoolGroup:
         payload_bytes: bytes of a block that hold KV.
         window_tokens: None for full attention.
         draft_layers: how many of the layers belong to a draft model.
+        lookahead_blocks: blocks that a hit needs past its end: 1 where groups of this shape hold
+            layers of a draft model, else 0.
     """
 
     kind: Kind
@@ -43,13 +45,16 @@ class PoolGroup:
     payload_bytes: int
     window_tokens: int | None
     draft_layers: int = 0
+    lookahead_blocks: int = 0
 
     @property
     def checkpoint_blocks(self) -> int:
-        """Blocks of one checkpoint: one window, ending on a block edge; 0 for full attention."""
+        """Blocks of one checkpoint: a window that ends on a block edge, and what a draft model
+        looks ahead; 0 for full attention."""
         if self.window_tokens is None:
             return 0
-        return GroupGeometry(self.block_tokens, self.window_tokens).window_blocks
+        window = GroupGeometry(self.block_tokens, self.window_tokens).window_blocks
+        return window + self.lookahead_blocks
 
     def request_blocks(self, length_tokens: int, in_flight_tokens: int) -> int:
         """Most blocks that a running request of this length holds at once."""
@@ -186,6 +191,7 @@ def plan_pool(
         page = pages[layers[0]]
         longer = largest // page if largest % page == 0 else 1
         count = -(-len(layers) // per_group)
+        drafts = any(layer.draft for layer in layers)
         for index in range(count):
             members = layers[index::count]
             groups.append(
@@ -196,6 +202,7 @@ def plan_pool(
                     payload_bytes=page * longer * len(members),
                     window_tokens=members[0].window_tokens,
                     draft_layers=sum(layer.draft for layer in members),
+                    lookahead_blocks=int(drafts),
                 )
             )
     groups.sort(key=lambda group: group.kind != "full")

@@ -40,13 +40,15 @@ logger = logging.getLogger(LOGGER_NAME)
 SCHEDULER_FACTORY = "mimo_plugin.engines.vllm.scheduler.make_scheduler"
 WORKER_PREFIX = "mimo_plugin.engines.vllm.worker."
 
-# feature -> module with `why_not(vllm_config) -> str | None`: why the feature doesn't fit.
+# feature -> module with `why_not(vllm_config) -> str | None`: why the feature doesn't fit; perhaps
+# `unused(vllm_config) -> bool`: nothing here asks for it, so leaving it out is no news.
 _FIT_MODULES = {
     "kv": "mimo_plugin.engines.vllm.kv.fit",
     "scheduler": "mimo_plugin.engines.vllm.sched.fit",
+    "mtp": "mimo_plugin.engines.vllm.mtp.fit",
 }
 # features that live in the scheduler
-_SCHEDULER_FEATURES = frozenset({"kv", "scheduler"})
+_SCHEDULER_FEATURES = frozenset({"kv", "scheduler", "mtp"})
 
 # (process id, role) that have said what is active; the id makes a forked child start afresh.
 _announced: set[tuple[int, str]] = set()
@@ -86,6 +88,22 @@ def check_section(section: object, environ: Mapping[str, str]) -> None:
     """
     try:
         parse_config(section, environ=environ)  # type: ignore[arg-type]
+    except MimoError:
+        if not lenient(section, environ):
+            raise
+
+
+def complete_arguments(engine_args: Any, environ: Mapping[str, str]) -> None:
+    """Fill in, before vLLM reads them, the arguments that a feature of ours decides.
+
+    Raises:
+        MimoError: a feature that was named can't have what it needs, and start-up is strict.
+    """
+    section = _section_of(getattr(engine_args, "additional_config", None))
+    try:
+        config = parse_config(section, environ=environ)
+        if config is not None and "mtp" in config.features:
+            _mtp_configuration().complete_arguments(engine_args, config)
     except MimoError:
         if not lenient(section, environ):
             raise
@@ -152,6 +170,8 @@ def _activate(vllm_config: Any, environ: Mapping[str, str]) -> MimoConfig | None
         vllm_config.scheduler_config.scheduler_cls = SCHEDULER_FACTORY
     if worker_cls is not None:
         vllm_config.parallel_config.worker_cls = worker_cls
+    if "mtp" in features:
+        _mtp_configuration().configure(vllm_config)
     _write_section(vllm_config, config.to_dict())
     _install_metrics()
     log_active("API", config)
@@ -185,7 +205,10 @@ def _fitting(vllm_config: Any, config: MimoConfig) -> tuple[str, ...]:
     """The features that fit this model; one that was named and doesn't fit is an error."""
     features = []
     for name in config.features:
-        reason = importlib.import_module(_FIT_MODULES[name]).why_not(vllm_config)
+        fit = importlib.import_module(_FIT_MODULES[name])
+        if name not in config.named and hasattr(fit, "unused") and fit.unused(vllm_config):
+            continue
+        reason = fit.why_not(vllm_config)
         if reason is None:
             features.append(name)
         else:
@@ -202,6 +225,12 @@ def leave_out(config: MimoConfig, name: str, reason: object) -> None:
     if name in config.named:
         raise FeatureUnavailable(f"feature {name!r} can't run here: {one_line(reason)}")
     logger.warning("mimo-plugin leaves out feature %r: %s", name, one_line(reason))
+
+
+def _mtp_configuration() -> Any:
+    from mimo_plugin.engines.vllm.mtp import configure
+
+    return configure
 
 
 def _require_module(name: str) -> None:
@@ -263,6 +292,8 @@ def activate_worker(vllm_config: Any, rank: int) -> MimoConfig | None:
             f"mimo-plugin: found {__version__} in worker {rank} but {config.plugin_version} where "
             "the engine was configured; allowed: the same on all nodes; fix: install one version"
         )
+    if "mtp" in config.features:
+        _mtp_configuration().prepare_worker(vllm_config)
     # With the executor "uni" the worker is an object in the engine core's process, which speaks.
     if getattr(vllm_config.parallel_config, "distributed_executor_backend", None) != "uni":
         log_active(f"Worker{rank}", config)

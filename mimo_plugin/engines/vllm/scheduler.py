@@ -17,6 +17,8 @@ from mimo_plugin.config import SECTION, MimoConfig, parse_config
 from mimo_plugin.engines.vllm.kv.backend import why_backend_unsafe
 from mimo_plugin.engines.vllm.kv.bind import kv_feature
 from mimo_plugin.engines.vllm.kv.settings import KvSettings, resolve_settings
+from mimo_plugin.engines.vllm.mtp import configure as mtp_configure
+from mimo_plugin.engines.vllm.mtp import lengths, transfer
 from mimo_plugin.engines.vllm.register import LOGGER_NAME, leave_out, log_active
 from mimo_plugin.engines.vllm.sched.extension import extended
 from mimo_plugin.engines.vllm.sched.install import install
@@ -38,9 +40,11 @@ class SchedulerExtension:
         if stats is None:
             return None
         accounting = getattr(self.kv_cache_manager, "accounting", None)  # type: ignore[attr-defined]
+        drafts = getattr(self, "draft_control", None)
         payload = merge_payloads(
             accounting.drain() if accounting is not None else None,
             self.affinity_payload(),  # type: ignore[attr-defined]
+            drafts.report.drain() if drafts is not None else None,
         )
         if payload is not None:
             stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), SECTION: payload}
@@ -84,7 +88,7 @@ def without(config: MimoConfig, feature: str, reason: object) -> MimoConfig:
     return replace(config, features=tuple(f for f in config.features if f != feature))
 
 
-def make_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+def make_scheduler(vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> Any:
     """What ``scheduler_cls`` names: called by the EngineCore with the scheduler's arguments.
 
     Raises:
@@ -108,13 +112,20 @@ def make_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         if "scheduler" in config.features
         else None
     )
+    if "mtp" in config.features:
+        mtp_configure.prepare_scheduler(kv_cache_config)
     base = base_class(vllm_config, config.user_scheduler_cls)
-    scheduler = build(base, settings, vllm_config, *args, **kwargs)
+    scheduler = build(base, settings, vllm_config, kv_cache_config, *args, **kwargs)
     if sched is not None:
         try:
             install(scheduler, sched)
         except FeatureUnavailable as error:
             config = without(config, "scheduler", error)
+    if "mtp" in config.features:
+        mtp = lengths.resolve_mtp_settings(config.mtp, vllm_config)
+        if mtp is not None:
+            lengths.install(scheduler, mtp)
+        transfer.guard(scheduler, vllm_config.num_speculative_tokens)
     scheduler.mimo_config = config
     log_active("EngineCore", config)
     return scheduler

@@ -122,6 +122,7 @@ def _wrap_create_engine_config(stock: Callable[..., Any]) -> Callable[..., Any]:
         try:
             # Before vLLM reads the model: a wrong setting is reported at once.
             register.check_section(section, os.environ)
+            register.complete_arguments(self, os.environ)
             vllm_config = stock(self, *args, **kwargs)
             register.activate(vllm_config, environ=os.environ)
         except MimoError as error:

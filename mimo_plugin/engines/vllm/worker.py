@@ -30,11 +30,18 @@ def _subclass(name: str) -> type:
 
     def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         rank = kwargs.get("rank", args[1] if len(args) > 1 else 0)
-        register.activate_worker(vllm_config, int(rank))
+        self.mimo_config = register.activate_worker(vllm_config, int(rank))
         stock.__init__(self, vllm_config, *args, **kwargs)
 
-    return type(
-        stock.__name__,
-        (stock,),
-        {"__init__": __init__, "__module__": __name__, "__doc__": stock.__doc__},
-    )
+    def init_device(self: Any, *args: Any, **kwargs: Any) -> Any:
+        done = stock.init_device(self, *args, **kwargs)
+        if self.mimo_config is not None and "mtp" in self.mimo_config.features:
+            from mimo_plugin.engines.vllm.mtp.configure import install_speculator
+
+            install_speculator(self)
+        return done
+
+    members = {"__init__": __init__, "__module__": __name__, "__doc__": stock.__doc__}
+    if hasattr(stock, "init_device"):
+        members["init_device"] = init_device
+    return type(stock.__name__, (stock,), members)

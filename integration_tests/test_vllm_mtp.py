@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The MTP feature in ``vllm serve``: every layer, its own KV, the tokens of an engine without it.
+
+The model is a copy draft (see ``copy_draft.py``): what its MTP layers draft is what the target
+chooses, unless a row of their KV is wrong. So acceptance is a check of the KV and not a matter of
+training. One layer is weakened where rejections are wanted; the layers behind it stay perfect.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+
+import pytest
+from copy_draft import make_copy_draft
+from kv_client import Client
+from refusal import check_refused
+
+from tools.model_runner_v2 import environment
+from tools.server import VllmServer
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+K = 3
+MAX_MODEL_LEN = 512
+SMALL_CHUNK = 96
+PRESSED_BLOCKS = 44
+LIMIT_TOKENS = 128
+OUTPUT_TOKENS = 24
+ARGUMENTS = (f"--max-model-len={MAX_MODEL_LEN}", "--max-num-seqs=8")
+PROMPT_LENGTHS = (1, 2, 3, 17, 40, 95, 96, 97, 130, 255, 256, 300)
+DRAFT_TOKENS = "mimo:mtp_drafted_tokens_total"
+CHECKED, ACCEPTED = "mimo:mtp_checked_tokens_total", "mimo:mtp_accepted_tokens_total"
+
+
+def prompts(seed: int = 0) -> list[list[int]]:
+    """Random prompts of all lengths that are an edge for windows, chunks or blocks."""
+    rng = random.Random(seed)
+    return [[rng.randrange(300, 1000) for _ in range(n)] for n in PROMPT_LENGTHS]
+
+
+def complete(server: VllmServer, asked: list[list[int]]) -> list[list[int]]:
+    """Greedy tokens of all prompts, served together."""
+    client = Client(server)
+    return [a.output for a in client.at_once(asked, OUTPUT_TOKENS)]
+
+
+def counts(server: VllmServer, name: str) -> list[float]:
+    """The counter by draft position, over all output bins."""
+    return [server.metric(name, position=str(j)) or 0.0 for j in range(K)]
+
+
+@pytest.fixture(scope="module")
+def perfect_model(tmp_path_factory):
+    return make_copy_draft(tmp_path_factory.mktemp("perfect"))
+
+
+@pytest.fixture(scope="module")
+def weak_model(tmp_path_factory):
+    return make_copy_draft(tmp_path_factory.mktemp("weak"), weaken=0.3)
+
+
+@pytest.fixture(scope="module")
+def plain(serve_module, weak_model):
+    """No speculation, Model Runner V1, no plugin; both models have the same target."""
+    return serve_module(weak_model, *ARGUMENTS)
+
+
+@pytest.fixture(scope="module")
+def expected(plain):
+    return complete(plain, prompts())
+
+
+@pytest.fixture(scope="module")
+def chunked(serve_module, weak_model):
+    """The feature alone, as its user starts it: the plugin fills in the speculative config."""
+    return serve_module(
+        weak_model,
+        *ARGUMENTS,
+        f"--max-num-batched-tokens={SMALL_CHUNK}",
+        plugin="mimo:mtp",
+        environment=environment(),
+    )
+
+
+@pytest.fixture(scope="module")
+def pressed(serve_module, perfect_model):
+    """With ``kv``, the whole plugin and a pool in which requests are preempted."""
+    speculation = json.dumps({"method": "mtp", "num_speculative_tokens": K})
+    return serve_module(
+        perfect_model,
+        *ARGUMENTS,
+        f"--num-gpu-blocks-override={PRESSED_BLOCKS}",
+        f"--speculative-config={speculation}",
+        plugin="mimo",
+        environment=environment(),
+    )
+
+
+@pytest.fixture(scope="module")
+def adaptive(serve_module, weak_model):
+    """Draft lengths by measured acceptance, and a limit that long requests reach."""
+    speculation = {"method": "mtp", "num_speculative_tokens": K, "max_model_len": LIMIT_TOKENS}
+    return serve_module(
+        weak_model,
+        *ARGUMENTS,
+        f"--speculative-config={json.dumps(speculation)}",
+        "--additional-config",
+        json.dumps({"mimo": {"mtp": {"adaptive_length": True}}}),
+        plugin="mimo:mtp",
+        environment=environment(),
+    )
+
+
+def test_cold_and_chunked_requests_get_the_same_tokens(chunked, expected):
+    assert complete(chunked, prompts()) == expected
+
+
+def test_each_step_has_a_layer_with_rows_that_are_all_right(chunked, expected):
+    """B30, B73: what layers 1 and 2 draft after an accepted token is always accepted."""
+    checked, accepted = counts(chunked, CHECKED), counts(chunked, ACCEPTED)
+    assert 0 < accepted[0] < checked[0], "layer 0 is weakened: some rejections, not only"
+    assert checked[1] == accepted[0] and checked[2] == accepted[1]
+    # Before a window of tokens has passed, a layer misses the tokens in front of its first row.
+    early = [n for n in PROMPT_LENGTHS if n < 24]
+    tolerated = len(early) * OUTPUT_TOKENS
+    assert accepted[1] >= checked[1] - tolerated and accepted[2] >= checked[2] - tolerated
+
+
+@pytest.mark.parametrize("server", ["chunked", "pressed"])
+def test_long_prompts_lose_nothing_to_rejections_hits_or_chunks(server, request, expected):
+    """B32, B34: exact, because every row of the KV is; cold, then from the cache."""
+    server = request.getfixturevalue(server)
+    long = [p for p in prompts(seed=1) if len(p) > 24]
+    for cached in (False, True):
+        before = counts(server, CHECKED), counts(server, ACCEPTED)
+        hits = Client(server).at_once(long, OUTPUT_TOKENS)
+        assert any(a.cached for a in hits) is cached
+        checked, accepted = (
+            [new - old for new, old in zip(counts(server, name), old, strict=True)]
+            for name, old in zip((CHECKED, ACCEPTED), before, strict=True)
+        )
+        assert checked[1] > 0 and checked[2] > 0
+        assert accepted[1:] == checked[1:]
+
+
+def test_a_perfect_copy_reaches_all_positions(pressed, expected):
+    """B32: acceptance length k + 1, beside ``kv`` and ``scheduler``, preempted and not."""
+    assert complete(pressed, prompts()) == expected
+    assert complete(pressed, prompts()) == expected
+    long = [p for p in prompts(seed=2) if len(p) > 24]
+    before = counts(pressed, DRAFT_TOKENS), counts(pressed, ACCEPTED)
+    complete(pressed, long)
+    drafted = [n - o for n, o in zip(counts(pressed, DRAFT_TOKENS), before[0], strict=True)]
+    accepted = [n - o for n, o in zip(counts(pressed, ACCEPTED), before[1], strict=True)]
+    wasted = pressed.metric("mimo:mtp_wasted_drafts_total", reason="rejected")
+    assert accepted[0] > 0
+    # Only drafts that a preemption or the end of an output cuts off are not accepted.
+    unverified = pressed.metric("mimo:mtp_wasted_drafts_total", reason="unverified") or 0.0
+    assert sum(drafted) - sum(accepted) <= unverified + K * len(long)
+    assert wasted is not None
+    assert pressed.metric("vllm:num_preemptions_total"), "the pool was meant to be too small"
+    assert (pressed.metric("mimo:window_safe_hit_tokens_total") or 0) > 0
+
+
+def test_the_metrics_of_the_engine_agree(chunked, expected):
+    theirs = Counter()
+    for labels, value in chunked.metrics()["vllm:spec_decode_num_accepted_tokens_per_pos_total"]:
+        theirs[labels["position"]] += value
+    assert [theirs[str(j)] for j in range(K)] == counts(chunked, ACCEPTED)
+    drafted, accepted = sum(counts(chunked, DRAFT_TOKENS)), sum(counts(chunked, ACCEPTED))
+    assert drafted == accepted + (chunked.metric("mimo:mtp_wasted_drafts_total") or 0)
+
+
+def test_lengths_adapt_and_drafting_stops_at_its_limit(adaptive, expected):
+    """Serving goes on past the draft's limit, with the same tokens."""
+    assert complete(adaptive, prompts()) == expected
+    before = adaptive.metric(DRAFT_TOKENS) or 0.0
+    past = [p for p in prompts(seed=3) if len(p) > LIMIT_TOKENS]
+    assert past and all(len(tokens) == OUTPUT_TOKENS for tokens in complete(adaptive, past))
+    assert (adaptive.metric(DRAFT_TOKENS) or 0.0) == before
+    near = [p[: LIMIT_TOKENS - 10] for p in past]
+    complete(adaptive, near)
+    assert (adaptive.metric(DRAFT_TOKENS) or 0.0) > before
+    assert adaptive.metric("mimo:mtp_draft_length_total", length="0")
+
+
+def test_sampled_tokens_have_the_distribution_of_an_engine_without_drafts(plain, chunked):
+    """Two samples of pairs of tokens, out of four that are allowed; both servers draw alike."""
+    prompt = prompts(seed=4)[-1]
+    allowed = [400, 500, 600, 700]
+    samples = 240
+
+    def draw(server: VllmServer) -> Counter:
+        found: Counter = Counter()
+        for start in range(0, samples, 8):
+            reply = server.post(
+                "/v1/completions",
+                {
+                    "prompt": prompt,
+                    "n": 8,
+                    "seed": start,
+                    "temperature": 1.5,
+                    "max_tokens": 3,
+                    "ignore_eos": True,
+                    "allowed_token_ids": allowed,
+                    "return_token_ids": True,
+                },
+            )
+            found.update(tuple(choice["token_ids"][1:]) for choice in reply["choices"])
+        return found
+
+    one, other = draw(plain), draw(chunked)
+    assert sum(one.values()) == sum(other.values()) == samples
+    pairs = set(one) | set(other)
+    assert len(pairs) > 4
+    statistic = sum((one[p] - other[p]) ** 2 / (one[p] + other[p]) for p in pairs)
+    # chi square with len(pairs) - 1 degrees of freedom: mean d, standard deviation sqrt(2 d)
+    degrees = len(pairs) - 1
+    assert statistic < degrees + 4 * (2 * degrees) ** 0.5, (one, other)
+
+
+def test_a_draft_that_is_never_accepted_is_reported_once(serve, tiny_model):
+    """B32: random MTP layers; the text is right and one line says that the drafts are not."""
+    server = serve(tiny_model, *ARGUMENTS, plugin="mimo:mtp", environment=environment())
+    rng = random.Random(5)
+    asked = [[rng.randrange(300, 1000) for _ in range(30)] for _ in range(8)]
+    for _ in range(2):
+        Client(server).at_once(asked, OUTPUT_TOKENS)
+    assert server.log_text().count("found no accepted token in 200 drafts") == 1
+    assert server.metric("mimo:mtp_self_check_failures_total") == 1
+
+
+def speculation(**settings: object) -> str:
+    return "--speculative-config=" + json.dumps({"method": "mtp", **settings})
+
+
+def test_more_drafts_than_layers_are_refused(perfect_model):
+    """B30: never one layer for two steps."""
+    check_refused(
+        perfect_model,
+        "--plugin=mimo:mtp",
+        speculation(num_speculative_tokens=4),
+        words=["'mtp'", "num_speculative_tokens: found 4", "3 draft layers"],
+        environment=environment(),
+    )
+
+
+def test_a_checkpoint_without_the_layers_is_refused(tmp_path):
+    model = make_copy_draft(tmp_path / "bare", mtp_layers=0)
+    check_refused(
+        model,
+        "--plugin=mimo:mtp",
+        words=["holds no MTP layers"],
+        environment=environment(),
+    )
+
+
+def test_the_first_model_runner_is_refused(perfect_model):
+    check_refused(
+        perfect_model,
+        "--plugin=mimo:mtp",
+        speculation(num_speculative_tokens=3),
+        words=["Model Runner V1", "VLLM_USE_V2_MODEL_RUNNER=1"],
+    )
+
+
+def test_another_speculative_method_is_refused(perfect_model):
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    check_refused(
+        perfect_model,
+        "--plugin=mimo:mtp",
+        "--speculative-config=" + json.dumps(ngram),
+        words=["speculative method is 'ngram'", "needed: 'mtp'"],
+    )
