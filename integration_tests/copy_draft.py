@@ -8,6 +8,7 @@ has passed, its choice is the target's, if and only if all rows of its KV are ri
 
 ``weaken`` spoils the output of layer 0 alone. Some of its drafts are rejected then, and the rows of
 the layers behind it have to be repaired; what they draft after an accepted token stays perfect.
+``blind`` makes every layer draft token 0, which the target never chooses.
 """
 
 from __future__ import annotations
@@ -34,12 +35,15 @@ ACTIVE_LAYER = 1
 EPS = 1e-5
 
 
-def make_copy_draft(out: Path, *, weaken: float = 0.0, mtp_layers: int = 3) -> Path:
+def make_copy_draft(
+    out: Path, *, weaken: float = 0.0, blind: bool = False, mtp_layers: int = 3
+) -> Path:
     """Write the checkpoint to ``out``.
 
     Args:
         out: directory to write.
         weaken: standard deviation of the noise on layer 0's output norm; 0 makes a perfect copy.
+        blind: draft what is never accepted.
         mtp_layers: how many layers the checkpoint holds.
     """
     import dataclasses
@@ -64,7 +68,7 @@ def make_copy_draft(out: Path, *, weaken: float = 0.0, mtp_layers: int = 3) -> P
         for name in list(tensors):
             if name.startswith(f"{source}.self_attn.") or name.startswith(f"{source}.mlp."):
                 tensors[name.replace(source, layer)] = tensors[name].clone()
-        norm = torch.ones(hidden)
+        norm = torch.zeros(hidden) if blind else torch.ones(hidden)
         if i == 0 and weaken:
             norm += weaken * torch.randn(hidden, generator=generator)
         tensors[f"{layer}.input_layernorm.weight"] = torch.ones(hidden)

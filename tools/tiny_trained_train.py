@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train the tiny MiMo checkpoint: its tokenizer, then the target and the MTP layers together."""
+"""Train the tiny MiMo checkpoint: its tokenizer, then the target and the MTP layers."""
 
 from __future__ import annotations
 
@@ -31,26 +31,32 @@ SIZE = TinyMiMo(
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything that decides the weights, besides the text and the machine's arithmetic."""
+    """Everything that decides the weights, besides the text and the machine's arithmetic.
+
+    The whole model is trained first; then the MTP layers alone go on, the target being frozen.
+    """
 
     seed: int = 0
-    steps: int = 800
+    steps: int = 620
+    mtp_steps: int = 430
     batch: int = 6
     sequence_tokens: int = 384
     """Longer than the window, so that the window matters in training."""
     learning_rate: float = 4e-3
-    warmup_steps: int = 50
+    mtp_learning_rate: float = 5e-3
+    warmup_steps: int = 40
     final_rate: float = 0.05
-    """Learning rate at the end of the cosine, as a part of ``learning_rate``."""
+    """Learning rate at the end of the cosine, as a part of its peak."""
     weight_decay: float = 0.05
     mtp_loss_weight: float = 0.3
+    """While the whole model is trained."""
     initial_deviation: float = 0.05
 
-    def rate(self, step: int) -> float:
-        """Learning rate of ``step`` (from 0): linear warm-up times a cosine."""
-        cosine = 0.5 * (1 + math.cos(math.pi * step / self.steps))
+    def rate(self, step: int, steps: int) -> float:
+        """Part of the peak learning rate in ``step`` of ``steps``: warm-up, then a cosine."""
+        cosine = 0.5 * (1 + math.cos(math.pi * step / steps))
         warm = min(1.0, (step + 1) / self.warmup_steps)
-        return self.learning_rate * warm * (self.final_rate + (1 - self.final_rate) * cosine)
+        return warm * (self.final_rate + (1 - self.final_rate) * cosine)
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int, path: Path) -> None:
@@ -123,33 +129,72 @@ def train(
     """Train on one thread; return the mean losses of the last 50 steps and the CPU time in s."""
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(recipe.seed)
+    began_s = time.process_time()
+    history = _phase(
+        model,
+        list(model.parameters()),
+        tokens,
+        recipe,
+        (recipe.steps, recipe.learning_rate, (1.0, recipe.mtp_loss_weight)),
+        generator,
+        report,
+    )
+    if recipe.mtp_steps:
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        layers = [parameter.requires_grad_(True) for parameter in model.mtp.parameters()]
+        history = _phase(
+            model,
+            layers,
+            tokens,
+            recipe,
+            (recipe.mtp_steps, recipe.mtp_learning_rate, (0.0, 1.0)),
+            generator,
+            report,
+        )
+        for parameter in model.parameters():
+            parameter.requires_grad_(True)
+    return {
+        "losses": [round(value, 4) for value in mean(history[-50:])],
+        "cpu_s": round(time.process_time() - began_s),
+    }
+
+
+def _phase(
+    model: mimo_torch.MiMo,
+    parameters: list[Any],
+    tokens: Tensor,
+    recipe: Recipe,
+    plan: tuple[int, float, tuple[float, float]],
+    generator: torch.Generator,
+    report: Callable[[str], None],
+) -> list[list[float]]:
+    """Train ``parameters``; ``plan``: steps, peak learning rate, weights of target and MTP losses.
+
+    Returns the losses of every step.
+    """
+    steps, peak, (target_weight, mtp_weight) = plan
     span = recipe.sequence_tokens + 1 + len(model.mtp)
     optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=recipe.learning_rate,
-        betas=(0.9, 0.95),
-        weight_decay=recipe.weight_decay,
+        parameters, lr=peak, betas=(0.9, 0.95), weight_decay=recipe.weight_decay
     )
     began_s = time.process_time()
     history: list[list[float]] = []
-    for step in range(recipe.steps):
+    for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = recipe.rate(step)
+            group["lr"] = peak * recipe.rate(step, steps)
         starts = torch.randint(0, len(tokens) - span + 1, (recipe.batch,), generator=generator)
         parts = losses(model, torch.stack([tokens[i : i + span] for i in starts.tolist()]))
-        total = parts[0] + recipe.mtp_loss_weight * torch.stack(parts[1:]).sum()
+        total = target_weight * parts[0] + mtp_weight * torch.stack(parts[1:]).sum()
         optimizer.zero_grad()
         total.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         history.append([part.item() for part in parts])
         if (step + 1) % 50 == 0:
             text = " ".join(f"{value:.3f}" for value in mean(history[-50:]))
             report(f"step {step + 1}: losses {text}, {time.process_time() - began_s:.0f} CPU s")
-    return {
-        "losses": [round(value, 4) for value in mean(history[-50:])],
-        "cpu_s": round(time.process_time() - began_s),
-    }
+    return history
 
 
 def mean(rows: Sequence[Sequence[float]]) -> list[float]:

@@ -52,24 +52,24 @@ def _why_model(vllm_config: Any) -> str | None:
         found = ", ".join(vllm_config.model_config.architectures or ["none"])
         return (
             f"the model is {found}, whose draft layers this feature does not know; needed: one of "
-            f"{', '.join(TARGETS)}; leave mtp out of --plugin mimo:…"
+            f"{', '.join(TARGETS)}; fix: leave mtp out of --plugin mimo:…"
         )
     if spec is None:
         return (
-            "speculative decoding is off; start with --speculative-config "
-            '\'{"method": "mtp", "num_speculative_tokens": 3}\''
+            "speculative decoding is off; needed: the method 'mtp'; fix: start with "
+            '--speculative-config \'{"method": "mtp", "num_speculative_tokens": 3}\''
         )
     if spec.method != "mtp":
         return (
-            f"the speculative method is {spec.method!r}; needed: 'mtp' in --speculative-config, or "
-            "leave mtp out of --plugin mimo:…"
+            f"the speculative method is {spec.method!r}; needed: 'mtp'; fix: set it in "
+            "--speculative-config, or leave mtp out of --plugin mimo:…"
         )
     draft = spec.draft_model_config
     names = list(draft.architectures or [])
     if not any(name in DRAFTS for name in names):
         return (
             f"the draft model {draft.model!r} is {', '.join(names) or 'unknown'}, not MiMo's MTP "
-            "layers; drop model from --speculative-config, the layers are in the checkpoint"
+            "layers; fix: drop model from --speculative-config, the layers are in the checkpoint"
         )
     try:
         check_steps(spec.num_speculative_tokens, draft_layers(vllm_config))
@@ -89,16 +89,16 @@ def _why_engine(vllm_config: Any) -> str | None:
     if getattr(spec, "disable_eagle_block_drop", False):
         return (
             "disable_eagle_block_drop is set, so prefix hits would keep draft KV that depends on "
-            "another request's tokens; drop it from --speculative-config"
+            "another request's tokens; fix: drop it from --speculative-config"
         )
     if getattr(spec, "enable_adaptive_verification", False):
         return (
             "enable_adaptive_verification moves drafts between requests on the device only, where "
-            "the MTP layers' rows can't follow; drop it, mimo.mtp.adaptive_length does the same"
+            "the MTP layers' rows can't follow; fix: drop it and use mimo.mtp.adaptive_length"
         )
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
         return (
             "prefill context parallel size is "
-            f"{parallel.prefill_context_parallel_size}, needed: 1; drop the option"
+            f"{parallel.prefill_context_parallel_size}; needed: 1; fix: drop the option"
         )
     return None

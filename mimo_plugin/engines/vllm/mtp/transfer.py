@@ -76,8 +76,8 @@ def why_transfer_unsafe(vllm_config: Any) -> str | None:
         if name not in known:
             return (
                 f"KV connector {name} is not known to keep the KV of several MTP layers exact; "
-                f"use one of {', '.join(known)} (or {MULTI} over these), set "
-                "num_speculative_tokens to 1, or drop --kv-transfer-config"
+                f"needed: one of {', '.join(known)} (or {MULTI} over these); fix: use one of "
+                "these, set num_speculative_tokens to 1, or drop --kv-transfer-config"
             )
     return None
 
