@@ -380,10 +380,29 @@ def completed(engine_args, section, given, model):
 def test_speculation_is_filled_in(
     engine_args, healthy, checkpoint, monkeypatch, section, given, expected
 ):
-    monkeypatch.setattr(register, "activate", lambda *args, **kwargs: None)
+    monkeypatch.setattr(register, "activate", lambda *args, **kwargs: "active")
     before = None if given is None else dict(given)
     assert completed(engine_args, section, given, checkpoint(2)) == expected
     assert given == before, "the user's own object is not changed"
+
+
+def test_what_was_filled_in_goes_when_the_plugin_is_given_up(
+    engine_args, healthy, checkpoint, monkeypatch
+):
+    seen = []
+
+    def give_up(vllm_config, **kwargs):
+        seen.append(vllm_config)
+        vllm_config.additional_config = {"mimo": {"_degraded": "why"}}
+
+    monkeypatch.setattr(register, "activate", give_up)
+    entrypoints.register_vllm()
+    args = engine_args({"mimo": {"mtp": {}}})
+    args.speculative_config, args.model = None, checkpoint(2)
+    config = args.create_engine_config()
+    assert args.speculative_config is None
+    assert config is not seen[0], "made again, without the speculation"
+    assert config.additional_config == {"mimo": {"_degraded": "why"}}
 
 
 @pytest.mark.parametrize(
@@ -406,14 +425,14 @@ def test_layers_that_cannot_be_counted(
 def test_the_setting_stands_in_for_weights_whose_names_cannot_be_read(
     engine_args, healthy, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr(register, "activate", lambda *args, **kwargs: None)
+    monkeypatch.setattr(register, "activate", lambda *args, **kwargs: "active")
     found = completed(engine_args, {"mtp": {"layers": 3}}, None, str(tmp_path))
     assert found == {"method": "mtp", "num_speculative_tokens": 3}
 
 
 def test_another_model_s_drafts_are_left_to_vllm(engine_args, healthy, checkpoint, monkeypatch):
     """Plain ``--plugin mimo`` refuses nothing that runs without it."""
-    monkeypatch.setattr(register, "activate", lambda *args, **kwargs: None)
+    monkeypatch.setattr(register, "activate", lambda *args, **kwargs: "active")
     assert completed(engine_args, {}, {"method": "mtp"}, checkpoint(0)) == {"method": "mtp"}
 
 

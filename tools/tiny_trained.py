@@ -178,10 +178,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "out", type=Path, nargs="?", default=OUT, help=f"directory to write (default: {OUT})"
     )
-    parser.add_argument(
-        "--steps", type=int, help="steps of the whole model (default: the recipe's)"
-    )
-    parser.add_argument("--mtp-steps", type=int, help="steps of the MTP layers alone, after that")
+    parser.add_argument("--steps", type=int, help="steps of the target (default: the recipe's)")
+    parser.add_argument("--mtp-steps", type=int, help="steps of the MTP layers, after that")
     parser.add_argument("--seed", type=int, help="seed of the weights and of the text's order")
     options = vars(parser.parse_args(argv))
     out = options.pop("out")

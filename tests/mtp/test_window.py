@@ -72,6 +72,8 @@ class Drafter:
             row_offset=as_tensor(row_offset),
             repeat_rows=as_tensor(repeat_rows),
             decoding=as_tensor(decoding),
+            host_lens=lengths,
+            host_decoding=decoding,
         )
         ids, positions, hidden, rejected, next_tokens, overrides = [], [], [], [], [], []
         for seq, query_len, num_drafts, accepted in work:

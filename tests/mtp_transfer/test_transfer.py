@@ -299,7 +299,6 @@ def test_guard_needs_a_connector_and_several_layers():
         "MooncakeConnector",
         "OffloadingConnector",
         "SimpleCPUOffloadConnector",
-        "MooncakeStoreConnector",
         "DecodeBenchConnector",
     ],
 )
@@ -307,7 +306,10 @@ def test_known_connectors_pass(name):
     assert transfer.why_transfer_unsafe(with_connector(3, name)) is None
 
 
-@pytest.mark.parametrize("name", ["LMCacheConnectorV1", "ExampleConnector", "MoRIIOConnector"])
+@pytest.mark.parametrize(
+    "name",
+    ["LMCacheConnectorV1", "ExampleConnector", "MoRIIOConnector", "MooncakeStoreConnector"],
+)
 def test_an_unknown_connector_is_refused_in_one_line(name):
     line = transfer.why_transfer_unsafe(with_connector(3, name))
     assert line is not None
@@ -324,20 +326,6 @@ def test_connectors_inside_a_multi_connector_are_looked_at():
     config = with_connector(3, "MultiConnector", connectors=inside[:1])
     assert transfer.why_transfer_unsafe(config) is None
     assert transfer.why_transfer_unsafe(engine_config(3)) is None
-
-
-def test_a_mooncake_store_keeps_engines_with_other_layers_apart():
-    prefixes = set()
-    for layers in (2, 3):
-        config = with_connector(layers, "MooncakeStoreConnector", cache_prefix="mine")
-        transfer.agree(config, layers)
-        transfer.agree(config, layers)
-        prefixes.add(config.kv_transfer_config.kv_connector_extra_config["cache_prefix"])
-    assert prefixes == {"mine-mimo-mtp2", "mine-mimo-mtp3"}
-    inside = [{"kv_connector": "MooncakeStoreConnector"}]
-    config = with_connector(3, "MultiConnector", connectors=inside)
-    transfer.agree(config, 3)
-    assert inside[0]["kv_connector_extra_config"] == {"cache_prefix": "mimo-mtp3"}
 
 
 def test_nixl_peers_must_have_as_many_layers(monkeypatch):

@@ -12,9 +12,10 @@ import time
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from tools import tiny_mimo
-from tools.run import compare, page
+from tools.run import compare, drafts, drafts_page, page
 from tools.run.replay import replay, warm_up
 from tools.run.text import ChatText, chat_text, load_tokenizer
 from tools.run.workload import Shape, build_sessions, lengths, turn_order
@@ -49,6 +50,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--engine-args", default="", help="more arguments for both servers, as one string"
     )
+    parser.add_argument(
+        "--no-drafts", action="store_true", help="leave out the section on speculation"
+    )
     parser.add_argument("--stock-twice", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
@@ -81,6 +85,11 @@ class Plan:
         """Whether answers must be identical: only fp32 is free of the noise that flips tokens."""
         return self.dtype in ("float32", "float")
 
+    @property
+    def ready_timeout_s(self) -> float:
+        """Longest start-up of a server."""
+        return 300.0 if self.tiny else 3600.0
+
     def server_arguments(self) -> list[str]:
         """Arguments that both servers get."""
         arguments = ["--enable-prompt-tokens-details", f"--dtype={self.dtype}"]
@@ -105,7 +114,7 @@ class Plan:
             arguments=arguments,
             log=self.out / f"{name}.log",
             name=name,
-            ready_timeout_s=300 if self.tiny else 3600,
+            ready_timeout_s=self.ready_timeout_s,
         )
         print(f"[run] {name}: starting {shlex.join(server.command)}", flush=True)
         with server:
@@ -119,6 +128,26 @@ class Plan:
             wall_s = time.monotonic() - started
             samples = server.metrics()
         return compare.Outcome(name, records, server.start_up_s, wall_s, samples)
+
+    def drafts_setup(self) -> drafts.Setup | dict[str, Any]:
+        """What the section on speculation serves, or the section that says why there is none."""
+        options = self.options
+        try:
+            if options.no_drafts or options.stock_twice:
+                raise drafts.LeftOut("as asked")
+            return drafts.prepare(
+                model=options.model,
+                dtype=self.dtype,
+                exact=self.exact,
+                quick=options.quick,
+                arguments=self.server_arguments(),
+                user_arguments=shlex.split(options.engine_args),
+                concurrency=options.concurrency,
+                encode=self.tokenizer.encode_ids,
+                ready_timeout_s=self.ready_timeout_s,
+            )
+        except drafts.LeftOut as reason:
+            return {"left_out": str(reason)}
 
 
 def versions() -> str:
@@ -135,12 +164,14 @@ def sample_chat(plan: Plan, outcome: compare.Outcome) -> str:
     return "… " + text[:SAMPLE_CHARACTERS] + (" …" if len(text) > SAMPLE_CHARACTERS else "")
 
 
-def write_results(plan: Plan, stock: compare.Outcome, plugin: compare.Outcome) -> int:
-    """Print the table, write the reports, return the exit status."""
+def write_results(
+    plan: Plan, stock: compare.Outcome, plugin: compare.Outcome, section: dict[str, Any]
+) -> int:
+    """Print the tables, write the reports, return the exit status. ``section``: on speculation."""
     options = plan.options
     figures = compare.summary(stock, plugin, BOUND_BLOCK_TOKENS)
-    how = "python -m tools.run " + shlex.join(sys.argv[1:])
-    entries = compare.claims(figures, options.seed, how.strip())
+    how = ("python -m tools.run " + shlex.join(sys.argv[1:])).strip()
+    entries = compare.claims(figures, options.seed, how) + drafts.claims(section, how)
     rows = compare.table(figures)
     facts = {
         "model": plan.model,
@@ -157,13 +188,31 @@ def write_results(plan: Plan, stock: compare.Outcome, plugin: compare.Outcome) -
     picture = page.draw(stock, plugin, figures)
     (plan.out / "report.png").write_bytes(picture)
     page.write_page(
-        plan.out / "report.html", figures, rows, picture, facts, sample_chat(plan, plugin)
+        plan.out / "report.html",
+        figures,
+        rows,
+        picture,
+        facts,
+        sample_chat(plan, plugin),
+        drafts_page.build(section),
     )
-    report = {"claims": entries, "figures": figures, "settings": facts}
+    report = {"claims": entries, "figures": figures, "drafts": section, "settings": facts}
     (plan.out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     print("\n" + compare.format_table(rows) + "\n")
+    if "runs" in section:
+        print(compare.format_table(drafts.table(section)) + "\n")
     print(f"[run] report: {plan.out / 'report.html'}")
     print(f"[run] claims: {plan.out / 'report.json'}")
+    good, line = drafts.verdict(section)
+    if good:
+        print(f"[run] {line}")
+    else:
+        print(f"[run] FAILED: {line}", file=sys.stderr)
+    return max(0 if good else 1, identity_status(plan, figures))
+
+
+def identity_status(plan: Plan, figures: dict[str, Any]) -> int:
+    """Say whether the workload's answers are identical; 1 when they should be and are not."""
     difference = figures["first_difference"]
     if difference is None:
         print("[run] every answer is identical, token for token")
@@ -179,7 +228,7 @@ def write_results(plan: Plan, stock: compare.Outcome, plugin: compare.Outcome) -
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run both servers one after the other; 0 when the comparison holds."""
+    """Run the servers one after the other; 0 when the comparison holds."""
     options = parse(argv)
     started = time.monotonic()
     try:
@@ -189,9 +238,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"model {plan.model}",
             flush=True,
         )
+        setup = plan.drafts_setup()
         stock = plan.run("stock", None)
         plugin = plan.run("plugin", None if options.stock_twice else options.plugin)
-        status = write_results(plan, stock, plugin)
+        section = drafts.measure(setup, plan.out) if isinstance(setup, drafts.Setup) else setup
+        status = write_results(plan, stock, plugin, section)
     except (ServerError, compare.RunError, ValueError, OSError) as error:
         print(f"[run] FAILED: {error}", file=sys.stderr)
         return 1

@@ -209,28 +209,30 @@ def summary(stock: Outcome, plugin: Outcome, block_tokens: int) -> dict[str, Any
     }
 
 
+def claim(
+    name: str, value: float, bound: float | None, unit: str, seeds: list[int], how: str
+) -> dict[str, Any]:
+    """One entry of the claims format."""
+    return {
+        "id": name,
+        "value": round(value, 6),
+        "stock": 1.0,
+        "bound": None if bound is None else round(bound, 6),
+        "unit": unit,
+        "seeds": seeds,
+        "how": how,
+    }
+
+
 def claims(figures: Mapping[str, Any], seed: int, how: str) -> list[dict[str, Any]]:
     """The run's entries of the claims format (see the benchmarks' documentation)."""
-
-    def claim(name: str, value: float, bound: float | None, unit: str) -> dict[str, Any]:
-        return {
-            "id": name,
-            "value": round(value, 6),
-            "stock": 1.0,
-            "bound": None if bound is None else round(bound, 6),
-            "unit": unit,
-            "seeds": [seed],
-            "how": how,
-        }
-
-    return [
-        claim("tokens_identical", figures["identical_fraction"], 1.0, "fraction"),
-        claim(
-            "recomputed_ratio", figures["recomputed_ratio"], figures["bound_ratio"], "plugin/stock"
-        ),
-        claim("ttft_p50_ratio", figures["ttft_p50_ratio"], None, "plugin/stock"),
-        claim("ttft_p90_ratio", figures["ttft_p90_ratio"], None, "plugin/stock"),
-    ]
+    values: tuple[tuple[str, float, float | None, str], ...] = (
+        ("tokens_identical", figures["identical_fraction"], 1.0, "fraction"),
+        ("recomputed_ratio", figures["recomputed_ratio"], figures["bound_ratio"], "plugin/stock"),
+        ("ttft_p50_ratio", figures["ttft_p50_ratio"], None, "plugin/stock"),
+        ("ttft_p90_ratio", figures["ttft_p90_ratio"], None, "plugin/stock"),
+    )
+    return [claim(*value, seeds=[seed], how=how) for value in values]
 
 
 def table(figures: Mapping[str, Any]) -> list[list[str]]:

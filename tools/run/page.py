@@ -136,7 +136,8 @@ def _classes(plugin: Outcome, kind: str) -> dict[str, float]:
     return by_label(samples, METRIC_PREFIX + "cached_blocks", "cls")
 
 
-def _table(rows: Sequence[Sequence[str]], kind: str = "figures") -> str:
+def html_table(rows: Sequence[Sequence[str]], kind: str = "figures") -> str:
+    """Rows of cells, the first of them the heads; ``kind`` is a class of the style sheet."""
     head, *body = rows
     cells = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
     lines = [
@@ -145,7 +146,14 @@ def _table(rows: Sequence[Sequence[str]], kind: str = "figures") -> str:
     return f"<table class={kind}><tr>{cells}</tr>{''.join(lines)}</table>"
 
 
-def _card(value: str, text: str, good: bool | None = None) -> str:
+def image(picture: bytes, text: str) -> str:
+    """An ``<img>`` that holds its PNG."""
+    encoded = base64.b64encode(picture).decode()
+    return f'<img alt="{html.escape(text)}" src="data:image/png;base64,{encoded}">'
+
+
+def card(value: str, text: str, good: bool | None = None) -> str:
+    """A figure of the verdict; green or red where ``good`` says so."""
     kind = "" if good is None else (" good" if good else " bad")
     return f'<div class="card{kind}"><b>{html.escape(value)}</b>{html.escape(text)}</div>'
 
@@ -157,12 +165,24 @@ def write_page(
     picture: bytes,
     facts: Mapping[str, str],
     sample: str,
+    drafts: str = "",
 ) -> None:
-    """Write the report to ``path``; ``facts`` are the run's settings, ``sample`` a chat's text."""
+    """Write the report to ``path``.
+
+    ``facts`` are the run's settings, ``sample`` a chat's text, ``drafts`` the HTML of that section.
+    """
     total = figures["runs"]["stock"]["requests"]
     same = figures["identical_requests"]
     kinds = [
-        ["kind of request", "requests", "prompt tokens", "stock recomputed", "plugin", "ratio"]
+        [
+            "kind of request",
+            "requests",
+            "prompt tokens",
+            "stock recomputed",
+            "plugin",
+            "unlimited cache",
+            "ratio",
+        ]
     ]
     for kind, row in figures["kinds"].items():
         before, after = row["stock_recomputed_tokens"], row["plugin_recomputed_tokens"]
@@ -171,19 +191,18 @@ def write_page(
         numbers = [f"{count:,}" for count in (*counts, row["unlimited_recomputed_tokens"])]
         kinds.append([kind, *numbers, share])
     cards = [
-        _card(f"{same} of {total}", "answers identical, token for token", same == total),
-        _card(
+        card(f"{same} of {total}", "answers identical, token for token", same == total),
+        card(
             f"{figures['recomputed_ratio']:.2f}×",
             f"prompt tokens computed again (unlimited cache: {figures['bound_ratio']:.2f}×)",
             figures["recomputed_ratio"] < 1,
         ),
-        _card(f"{figures['ttft_p50_ratio']:.2f}×", "time to first token, p50"),
-        _card(f"{figures['ttft_p90_ratio']:.2f}×", "time to first token, p90"),
+        card(f"{figures['ttft_p50_ratio']:.2f}×", "time to first token, p50"),
+        card(f"{figures['ttft_p90_ratio']:.2f}×", "time to first token, p90"),
     ]
-    settings = _table([["setting", "value"], *map(list, facts.items())], "facts")
+    settings = html_table([["setting", "value"], *map(list, facts.items())], "facts")
     difference = figures["first_difference"]
     note = f'<p class="note">First difference: {html.escape(difference)}.</p>' if difference else ""
-    encoded = base64.b64encode(picture).decode()
     path.write_text(
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width">'
@@ -192,9 +211,10 @@ def write_page(
         '<p class="note">Both servers ran one after the other on this machine and were asked the '
         "same requests in the same order. Ratios are plugin/stock; lower is better.</p>"
         f'<div class="verdict">{"".join(cards)}</div>{note}'
-        f'<img alt="plots" src="data:image/png;base64,{encoded}">'
-        f"<h2>Figures</h2>{_table(rows)}"
-        f"<h2>By kind of request</h2>{_table(kinds)}"
+        f"{image(picture, 'plots')}"
+        f"<h2>Figures</h2>{html_table(rows)}"
+        f"<h2>By kind of request</h2>{html_table(kinds)}"
+        f"{drafts}"
         f"<h2>How it was run</h2>{settings}"
         "<h2>One conversation</h2>"
         '<p class="note">Part of a chat as the server with the plugin saw it.</p>'

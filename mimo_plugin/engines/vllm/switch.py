@@ -122,11 +122,18 @@ def _wrap_create_engine_config(stock: Callable[..., Any]) -> Callable[..., Any]:
         try:
             # Before vLLM reads the model: a wrong setting is reported at once.
             register.check_section(section, os.environ)
+            given = getattr(self, "speculative_config", None)
             register.complete_arguments(self, os.environ)
             vllm_config = stock(self, *args, **kwargs)
-            register.activate(vllm_config, environ=os.environ)
+            active = register.activate(vllm_config, environ=os.environ)
         except MimoError as error:
             raise _for_user(error) from error.__cause__
+        if active is None and getattr(self, "speculative_config", None) is not given:
+            # Given up: the engine is stock, so what was filled in for the plugin goes too.
+            self.speculative_config = given
+            marked = vllm_config.additional_config
+            vllm_config = stock(self, *args, **kwargs)
+            vllm_config.additional_config = marked
         return vllm_config
 
     return create_engine_config

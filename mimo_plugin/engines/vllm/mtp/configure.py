@@ -54,7 +54,6 @@ def configure(vllm_config: Any) -> None:
     own class holds for ours as well.
     """
     spec = vllm_config.speculative_config
-    transfer.agree(vllm_config, spec.num_speculative_tokens)
     if spec.num_speculative_tokens == 1:
         return  # one layer, one draft: vLLM's own classes do just that
     draft = spec.draft_model_config

@@ -29,7 +29,9 @@ from mimo_plugin.engines.vllm.mtp.window import (
     fill_ids,
     fill_vectors,
     host_batch,
+    mm_mask,
     place,
+    repeat,
     window_lengths,
 )
 
@@ -54,8 +56,9 @@ class MimoMTPSpeculator(upstream.MultiModuleMTPSpeculator):  # type: ignore[misc
             self.inputs_embeds: torch.Tensor | None = torch.zeros_like(self.hidden_states)
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
-        """As upstream."""
+        """As upstream; by now a length that was to be fitted to the memory is known."""
         super().set_attn(*args, **kwargs)
+        self.max_model_len = self.vllm_config.model_config.max_model_len
         stock = self.block_tables.slot_mappings
         self.slots = torch.full(
             (stock.shape[0], max(stock.shape[1], self.max_rows)),
@@ -164,11 +167,13 @@ class MimoMTPSpeculator(upstream.MultiModuleMTPSpeculator):  # type: ignore[misc
             if dummy_run
             else ~input_batch.is_prefilling_np[:num_reqs]
         )
-        arrays = (*host_batch(lengths, decoding, self.num_speculative_steps), lengths, decoding)
+        host = host_batch(lengths, decoding, self.num_speculative_steps)
         starts, row_request, row_offset, repeat_rows, lens, decoding_dev = (
-            async_tensor_h2d(array, device=self.device) for array in arrays
+            async_tensor_h2d(array, device=self.device) for array in (*host, lengths, decoding)
         )
         return Batch(
+            host_lens=lengths,
+            host_decoding=decoding,
             slots=input_batch.idx_mapping.long(),
             query_start_loc=input_batch.query_start_loc[: num_reqs + 1],
             window_start_loc=starts,
@@ -224,33 +229,28 @@ class MimoMTPSpeculator(upstream.MultiModuleMTPSpeculator):  # type: ignore[misc
         self.last_token_indices[num_reqs:] = 0
         fill_vectors(batch, window, target_hidden_states, saved.hidden_states, self.hidden_states)
         if self.inputs_embeds is not None:
-            self._embed(batch, window, num_rows, mm_inputs)
+            self._embed(batch, window, input_batch, num_rows, mm_inputs)
 
     def _embed(
         self,
         batch: Batch,
         window: Window,
+        input_batch: Any,
         num_rows: int,
         mm_inputs: tuple[list[torch.Tensor], torch.Tensor] | None,
     ) -> None:
         """Embeddings of the rows, those of images and sounds merged in."""
         assert self.inputs_embeds is not None and self.cached_draft_input_embeds is not None
-        mm_embeds, is_mm = mm_inputs if mm_inputs is not None else (None, None)
-        if is_mm is not None:
-            # The mask is laid out as the target's rows. The embeddings follow it in order, and only
-            # prompts have any, whose rows keep their order.
-            is_mm = is_mm.to(window.source.device)[window.source] & window.fresh
+        mm_embeds, mask = mm_inputs if mm_inputs is not None else ([], None)
+        if mm_embeds:
+            mask = mm_mask(batch, input_batch.query_start_loc_np, mask)
         embeds = self.model.embed_input_ids(
             self.input_buffers.input_ids[:num_rows],
-            multimodal_embeddings=mm_embeds,
-            is_multimodal=is_mm,
+            multimodal_embeddings=mm_embeds or None,
+            is_multimodal=mask if mm_embeds else None,
         )
         self.inputs_embeds[:num_rows] = embeds
-        rows = batch.repeat_rows
-        if rows.numel():
-            own = torch.arange(num_rows, device=window.source.device)
-            kept = Window(**{**vars(window), "source": own})
-            fill_vectors(batch, kept, embeds, self.cached_draft_input_embeds, self.inputs_embeds)
+        repeat(batch, window, self.cached_draft_input_embeds, self.inputs_embeds)
 
     def _attention(
         self,
@@ -261,13 +261,13 @@ class MimoMTPSpeculator(upstream.MultiModuleMTPSpeculator):  # type: ignore[misc
         lengths: Array,
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         # A captured graph reads the buffer that vLLM owns; its shapes always fit there.
-        full = batch_desc.cg_mode == CUDAGraphMode.FULL
+        captured = batch_desc.cg_mode != CUDAGraphMode.NONE
         slots = self.block_tables.compute_slot_mappings(
             self.idx_mapping[:num_reqs],
             self.input_buffers.query_start_loc,
             self.input_buffers.positions,
             batch_desc.num_tokens,
-            out=None if full else self.slots,
+            out=None if captured else self.slots,
         )
         upstream.pad_trailing_draft_slots(
             slots,
@@ -275,6 +275,7 @@ class MimoMTPSpeculator(upstream.MultiModuleMTPSpeculator):  # type: ignore[misc
             self.last_token_indices[:num_reqs],
             num_reqs,
         )
+        full = batch_desc.cg_mode == CUDAGraphMode.FULL
         starts: Array = np.zeros(num_reqs + 1, dtype=np.int32)
         np.cumsum(lengths, out=starts[1:])
         ends = input_batch.seq_lens_cpu_upper_bound[:num_reqs] + torch.from_numpy(

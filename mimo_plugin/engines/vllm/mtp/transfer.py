@@ -29,13 +29,12 @@ NIXL = ("NixlConnector", "NixlPullConnector", "NixlPushConnector")
 HAND_OVER = (*NIXL, "MooncakeConnector")
 """Connectors that bring a request's KV from the engine that computed it."""
 OFFLOADING = "OffloadingConnector"
-MOONCAKE_STORE = "MooncakeStoreConnector"
-STORES = (OFFLOADING, "SimpleCPUOffloadConnector", MOONCAKE_STORE)
-"""Connectors that keep blocks under a hash of their tokens."""
+STORES = (OFFLOADING, "SimpleCPUOffloadConnector")
+"""Connectors that keep blocks under a hash of their tokens, none before its rows are final. (The
+Mooncake store keeps a prompt's last block at once, and its keys tell no number of layers.)"""
 BENCHMARK = "DecodeBenchConnector"
 """Brings no KV of any request, only numbers of tokens."""
 MULTI = "MultiConnector"
-CACHE_PREFIX = "cache_prefix"
 
 
 def connectors(transfer: Any) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -54,8 +53,6 @@ def connectors(transfer: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         yield name, {} if extra is None else extra
         return
     for child in (extra or {}).get("connectors", ()):
-        if isinstance(child, dict):
-            child.setdefault("kv_connector_extra_config", {})
         yield from connectors(child)
 
 
@@ -82,21 +79,6 @@ def why_transfer_unsafe(vllm_config: Any) -> str | None:
     return None
 
 
-def agree(vllm_config: Any, layers: int) -> None:
-    """Keep KV of engines with another number of MTP layers apart, where the connector doesn't.
-
-    To be called when the engine is configured. Offloading tiers have the layers' names in their
-    paths, Mooncake pairs them by name, NIXL asks ``prepare_worker``; the Mooncake store's keys
-    name a group by its number alone.
-    """
-    for name, extra in connectors(vllm_config.kv_transfer_config):
-        if name == MOONCAKE_STORE:
-            mark = f"mimo-mtp{layers}"
-            prefix = str(extra.get(CACHE_PREFIX, ""))
-            if not prefix.endswith(mark):
-                extra[CACHE_PREFIX] = f"{prefix}-{mark}" if prefix else mark
-
-
 def prepare_worker(vllm_config: Any) -> None:
     """Make NIXL's handshake of this process refuse a peer with another number of MTP layers."""
     if not any(name in NIXL for name, _ in connectors(vllm_config.kv_transfer_config)):
@@ -112,7 +94,7 @@ def prepare_worker(vllm_config: Any) -> None:
     def factors(config: Any) -> dict[str, Any] | None:
         found: dict[str, Any] | None = stock(config)
         layers = mtp_layers(config)
-        if layers is None:
+        if layers is None or layers < 2:  # one layer, as vLLM has it
             return found
         return {**(found or {}), "mimo_mtp_layers": layers}
 
@@ -174,12 +156,14 @@ def guard(scheduler: Any, layers: int) -> None:
     """
     if scheduler.connector is None or layers < 2:
         return
-    if not hasattr(scheduler, "handover_layers"):
-        scheduler.__class__ = extended(scheduler.__class__)
-    scheduler.handover_layers = layers
     for connector in _leaves(scheduler.connector):
-        if type(connector).__name__ == OFFLOADING:
+        name = type(connector).__name__
+        if name == OFFLOADING:
             _store_final_rows(connector.connector_scheduler, layers)
+        elif name in HAND_OVER:
+            if not hasattr(scheduler, "handover_layers"):
+                scheduler.__class__ = extended(scheduler.__class__)
+            scheduler.handover_layers = layers
 
 
 def _leaves(connector: Any) -> Iterator[Any]:

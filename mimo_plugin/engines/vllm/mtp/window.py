@@ -79,6 +79,8 @@ class Batch:
         repeat_rows: (n,) int64, the draft rows that may be repeated ones (the first k - 1 of each
             decoding request).
         decoding: (num_reqs,) bool.
+        host_lens: ``window_lens`` on the host.
+        host_decoding: ``decoding`` on the host.
     """
 
     slots: torch.Tensor
@@ -89,6 +91,8 @@ class Batch:
     row_offset: torch.Tensor
     repeat_rows: torch.Tensor
     decoding: torch.Tensor
+    host_lens: Array
+    host_decoding: Array
 
 
 @dataclass
@@ -213,10 +217,37 @@ def fill_vectors(
         out: (at least rows, hidden); padding rows get some finite vector.
     """
     torch.index_select(fresh_rows, 0, window.source, out=out[: window.source.shape[0]])
+    repeat(batch, window, kept, out)
+
+
+def repeat(batch: Batch, window: Window, kept: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the repeated rows of ``out``, (at least rows, hidden), from the saved ``kept``."""
     rows = batch.repeat_rows
     if rows.numel():
         vectors = _saved_at(batch, window, kept, rows)
         out[rows] = torch.where(window.repeated[rows][:, None], vectors, out[rows])
+
+
+def mm_mask(batch: Batch, query_starts: Array, mask: torch.Tensor) -> torch.Tensor:
+    """Which draft rows hold an embedding of an image or a sound, on the host.
+
+    Only prompts do, and their rows are the target's in their order. On the host, because vLLM's
+    merge would otherwise wait for the device.
+
+    Args:
+        batch: the step.
+        query_starts: (at least num_reqs,) first row of each request in the target's batch.
+        mask: (target rows,) bool on the host, moved on by one token as the draft's input is.
+    """
+    lens = batch.host_lens
+    out = torch.zeros(int(lens.sum()), dtype=torch.bool)
+    start = 0
+    for request, length in enumerate(lens.tolist()):
+        if not batch.host_decoding[request]:
+            first = int(query_starts[request])
+            out[start : start + length] = mask[first : first + length]
+        start += length
+    return out
 
 
 def _saved_at(
