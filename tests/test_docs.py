@@ -56,7 +56,7 @@ WRITTEN = [
     *sorted(DOCS.glob("*.md")),
 ]
 PAGES = [*WRITTEN, ROOT / "patches" / "README.md"]
-FIGURES = ("run", "retention", "scheduler")
+FIGURES = ("run", "retention", "scheduler", "mtp")
 SECTIONS = {"kv": KvConfig, "scheduler": SchedulerConfig, "mtp": MtpConfig}
 #: read as text: importing them needs the engine
 ACCOUNTING = ROOT / "mimo_plugin" / "engines" / "vllm" / "kv" / "accounting.py"
