@@ -11,12 +11,13 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
-from copy_draft import make_copy_draft
-from kv_client import Client
-from refusal import check_refused
 
+from integration_tests.copy_draft import make_copy_draft
+from integration_tests.kv_client import Client
+from integration_tests.refusal import Refusal, check_refused, serve_all
 from tools.model_runner_v2 import environment
 from tools.server import VllmServer
 
@@ -192,7 +193,7 @@ def test_sampled_tokens_have_the_distribution_of_an_engine_without_drafts(plain,
     """Two samples of pairs of tokens, out of four that are allowed; both servers draw alike."""
     prompt = prompts(seed=4)[-1]
     allowed = [400, 500, 600, 700]
-    samples = 160
+    samples = 96
 
     def draw(server: VllmServer) -> Counter:
         found: Counter = Counter()
@@ -245,41 +246,34 @@ def speculation(**settings: object) -> str:
     return "--speculative-config=" + json.dumps({"method": "mtp", **settings})
 
 
-def test_more_drafts_than_layers_are_refused(perfect_model):
-    """B30: never one layer for two steps."""
-    check_refused(
-        perfect_model,
-        "--plugin=mimo:mtp",
-        speculation(num_speculative_tokens=4),
-        words=["'mtp'", "num_speculative_tokens: found 4", "3 draft layers"],
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+REFUSALS = {
+    # B30: never one layer for two steps
+    "more drafts than layers": Refusal(
+        ["--plugin=mimo:mtp", speculation(num_speculative_tokens=4)],
+        ["'mtp'", "num_speculative_tokens: found 4", "3 draft layers"],
         environment=environment(),
-    )
+    ),
+    "no layers": Refusal(["--plugin=mimo:mtp"], ["holds no MTP layers"], environment=environment()),
+    "first model runner": Refusal(
+        ["--plugin=mimo:mtp", speculation(num_speculative_tokens=3)],
+        ["Model Runner V1", "VLLM_USE_V2_MODEL_RUNNER=1"],
+    ),
+    "another method": Refusal(
+        ["--plugin=mimo:mtp", "--speculative-config=" + json.dumps(NGRAM)],
+        ["speculative method is 'ngram'", "needed: 'mtp'"],
+    ),
+}
 
 
-def test_a_checkpoint_without_the_layers_is_refused(tmp_path):
-    model = make_copy_draft(tmp_path / "bare", mtp_layers=0)
-    check_refused(
-        model,
-        "--plugin=mimo:mtp",
-        words=["holds no MTP layers"],
-        environment=environment(),
-    )
+@pytest.fixture(scope="module")
+def refused(perfect_model, tmp_path_factory):
+    """How the commands of ``REFUSALS`` ended."""
+    bare = make_copy_draft(tmp_path_factory.mktemp("bare"), mtp_layers=0)
+    refusals = {**REFUSALS, "no layers": replace(REFUSALS["no layers"], model=bare)}
+    return serve_all(perfect_model, refusals)
 
 
-def test_the_first_model_runner_is_refused(perfect_model):
-    check_refused(
-        perfect_model,
-        "--plugin=mimo:mtp",
-        speculation(num_speculative_tokens=3),
-        words=["Model Runner V1", "VLLM_USE_V2_MODEL_RUNNER=1"],
-    )
-
-
-def test_another_speculative_method_is_refused(perfect_model):
-    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
-    check_refused(
-        perfect_model,
-        "--plugin=mimo:mtp",
-        "--speculative-config=" + json.dumps(ngram),
-        words=["speculative method is 'ngram'", "needed: 'mtp'"],
-    )
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_cannot_draft_is_refused(refused, name):
+    check_refused(refused[name], REFUSALS[name].words)

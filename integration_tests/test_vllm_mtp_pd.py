@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from integration_tests.copy_draft import make_copy_draft
+from integration_tests.kv_client import Client
 from tools import model_runner_v2
 from tools.server import ServerError, VllmServer, free_port
 
@@ -29,7 +30,7 @@ pytestmark = [
 ]
 
 K = 3
-OUTPUTS = 24
+OUTPUTS = 12
 HANDSHAKE_TRIES = 6
 #: block edges of 16 and 32 tokens before, at and after the end, and chunks of 64 tokens
 LENGTHS_TOKENS = (40, 64, 65, 66, 67, 98, 130)
@@ -48,7 +49,6 @@ def arguments(k: int) -> list[str]:
         "--max-model-len=512",
         "--max-num-batched-tokens=64",
         "--max-num-seqs=4",
-        "--distributed-executor-backend=uni",
         "--speculative-config",
         f'{{"method":"mtp","num_speculative_tokens":{k}}}',
     ]
@@ -58,6 +58,7 @@ def start(serve: Any, model: Path, k: int = K, *more: str, plugin: str = "mimo:m
     """A server under Model Runner V2; with ``more`` it takes part in a transfer."""
     environment = {**model_runner_v2.environment(), "VLLM_HOST_IP": "127.0.0.1"}
     environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
+    environment["VLLM_SERVER_DEV_MODE"] = "1"  # to empty a cache
     return serve(model, *arguments(k), *more, plugin=plugin, environment=environment)
 
 
@@ -113,44 +114,34 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(serve_module: Any, model: Path) -> list[tuple[list[int], list[float]]]:
-    """Per prompt, tokens and acceptance of an engine that does both; it has gone by then."""
-    server = start(serve_module, model)
-    results, before = [], accepted(server)
-    for prompt in prompts():
-        tokens = complete(server, prompt, OUTPUTS)["choices"][0]["token_ids"]
-        after = accepted(server)
-        results.append((tokens, [b - a for a, b in zip(before, after, strict=True)]))
-        before = after
-    server.stop()
-    return results
-
-
-@pytest.fixture(scope="module")
-def sender(serve_module: Any, model: Path, alone: Any) -> VllmServer:
+def sender(serve_module: Any, model: Path) -> VllmServer:
     """The engine that computes prompts."""
     return start(serve_module, model, K, "--kv-transfer-config", NIXL)
 
 
-def test_a_split_engine_drafts_as_one_engine(
-    serve: Any, model: Path, sender: VllmServer, alone: list[tuple[list[int], list[float]]]
-) -> None:
+def watched(server: VllmServer, prompt: list[int], **body: Any) -> tuple[list[int], list[float]]:
+    """Tokens of an answer; drafts and tokens accepted at each position meanwhile."""
+    before = accepted(server)
+    tokens = complete(server, prompt, OUTPUTS, **body)["choices"][0]["token_ids"]
+    return tokens, [new - old for old, new in zip(before, accepted(server), strict=True)]
+
+
+def test_a_split_engine_drafts_as_one_engine(serve: Any, model: Path, sender: VllmServer) -> None:
     receiver = start(serve, model, K, "--kv-transfer-config", NIXL)
     assert hand_over(sender, receiver, list(range(300, 350)))
     already = receiver.metric("vllm:external_prefix_cache_hits_total") or 0
-    before = accepted(receiver)
-    for prompt, (tokens, acceptance) in zip(prompts(), alone, strict=True):
-        params = prefill(sender, prompt)
-        answer = complete(receiver, prompt, OUTPUTS, kv_transfer_params=params)
-        assert answer["choices"][0]["token_ids"] == tokens
-        after = accepted(receiver)
-        found = [b - a for a, b in zip(before, after, strict=True)]
-        before = after
-        assert found == acceptance, f"prompt of {len(prompt)} tokens"
+    split = [
+        watched(receiver, prompt, kv_transfer_params=prefill(sender, prompt))
+        for prompt in prompts()
+    ]
     loaded = receiver.metric("vllm:external_prefix_cache_hits_total")
     assert loaded is not None
     assert loaded - already == sum(n - (K - 1) for n in LENGTHS_TOKENS)
-    assert sum(acceptance[0] for _, acceptance in alone) > 0
+    # the one engine is the sender, with nothing left of the prompts that it has sent
+    Client(sender).reset_prefix_cache()
+    for prompt, found in zip(prompts(), split, strict=True):
+        assert found == watched(sender, prompt), f"prompt of {len(prompt)} tokens"
+    assert sum(acceptance[1] for _, acceptance in split) > 0
 
 
 def test_another_number_of_layers_is_refused(serve: Any, model: Path, sender: VllmServer) -> None:

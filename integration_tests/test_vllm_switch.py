@@ -6,12 +6,13 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import metadata, util
 from pathlib import Path
 
 import pytest
 
-from integration_tests.refusal import check_refused
+from integration_tests.refusal import Refusal, check_refused, serve_all
 from mimo_plugin import __version__
 from mimo_plugin.engines.vllm.version import installed_vllm
 from tools.server import engine_environment
@@ -154,29 +155,33 @@ def missing_symbol(directory):
     return directory
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "path", "words"),
-    [
-        (["--plugin", "mimo:kvv"], None, ("argument --plugin", "did you mean 'kv'?")),
-        (["--plugin", "nimo"], None, ("argument --plugin", "use --plugin mimo")),
-        (["--plugin", "mimo:tiers"], None, ("argument --plugin", "not in this version")),
-        ([f"--additional-config={bad_setting()}"], None, ("mimo.kv.swa_share: found 1.5",)),
-        (["--plugin", "mimo:kv"], unsupported_version, ("found vllm 0.31.0", "allowed:")),
-        (
-            ["--plugin", "mimo:kv"],
-            missing_symbol,
-            ("KVCacheManager.get_computed_blocks", "mimo doctor"),
-        ),
-    ],
-    ids=["feature", "plugin", "planned", "value", "version", "symbol"],
-)
-def test_fault_is_one_clear_line_and_no_engine(tiny_model, tmp_path, arguments, path, words):
-    environment = {}
-    if path is not None:
+REFUSALS = {
+    "feature": Refusal(["--plugin=mimo:kvv"], ("argument --plugin", "did you mean 'kv'?")),
+    "plugin": Refusal(["--plugin=nimo"], ("argument --plugin", "use --plugin mimo")),
+    "planned": Refusal(["--plugin=mimo:tiers"], ("argument --plugin", "not in this version")),
+    "value": Refusal([f"--additional-config={bad_setting()}"], ("mimo.kv.swa_share: found 1.5",)),
+    "version": Refusal(["--plugin=mimo:kv"], ("found vllm 0.31.0", "allowed:")),
+    "symbol": Refusal(["--plugin=mimo:kv"], ("KVCacheManager.get_computed_blocks", "mimo doctor")),
+}
+SEARCH_PATHS = {"version": unsupported_version, "symbol": missing_symbol}
+
+
+@pytest.fixture(scope="module")
+def refused(tiny_model, tmp_path_factory):
+    """How the commands of ``REFUSALS`` ended."""
+    refusals = dict(REFUSALS)
+    for name, make in SEARCH_PATHS.items():
+        path = make(tmp_path_factory.mktemp(name) / "path")
         inherited = os.environ.get("PYTHONPATH", "")
-        environment["PYTHONPATH"] = f"{path(tmp_path / 'path')}{os.pathsep}{inherited}".rstrip(":")
-    check_refused(tiny_model, *arguments, words=words, environment=environment)
+        environment = {"PYTHONPATH": f"{path}{os.pathsep}{inherited}".rstrip(os.pathsep)}
+        refusals[name] = replace(refusals[name], environment=environment)
+    return serve_all(tiny_model, refusals)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSALS)
+def test_fault_is_one_clear_line_and_no_engine(refused, name):
+    check_refused(refused[name], REFUSALS[name].words)
 
 
 @pytest.mark.slow

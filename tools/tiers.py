@@ -38,14 +38,25 @@ CONTRACT_PATHS = (
 """Paths of the contracts tier; those that do not exist are left out."""
 
 
+MAX_WORKERS = 8
+"""Each worker imports the engine, about 1 GB."""
+
+
+def workers() -> int:
+    """Test processes of a tier whose files may run side by side."""
+    return min(len(os.sched_getaffinity(0)), MAX_WORKERS)
+
+
 @dataclass(frozen=True)
 class Tier:
-    """One pytest call: what to collect, what to leave out, and its time limit in seconds."""
+    """One pytest call: what to collect, what to leave out, its time limit in seconds, and whether
+    its test files may run side by side."""
 
     name: str
     paths: tuple[str, ...]
     ignored: tuple[str, ...] = ()
     limit_s: float = 900.0
+    parallel: bool = False
 
     def command(self, root: Path, report: Path, extra: Sequence[str]) -> list[str]:
         """The pytest command line, run in ``root``; results are also written to ``report``."""
@@ -54,12 +65,14 @@ class Tier:
         if not paths:
             raise FileNotFoundError(f"tier {self.name}: none of {', '.join(self.paths)} exists")
         options = [f"--junitxml={report}", "-o", "junit_family=xunit2", "-q", "--durations=8"]
+        if self.parallel:
+            options += [f"--numprocesses={workers()}", "--dist=loadfile"]
         return [sys.executable, "-m", "pytest", *options, *ignored, *paths, *extra]
 
 
 TIERS = (
-    Tier("unit", ("tests",), CONTRACT_PATHS, 900.0),
-    Tier("contracts", CONTRACT_PATHS, (), 600.0),
+    Tier("unit", ("tests",), CONTRACT_PATHS, 900.0, parallel=True),
+    Tier("contracts", CONTRACT_PATHS, (), 600.0, parallel=True),
     Tier("engine", ("integration_tests",), (), 1700.0),
 )
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from patch_trees import overlay
 
 from mimo_plugin.cli._patch_queue import load_series
+from tests.patches.patch_trees import overlay
 
 PROBES = Path(__file__).parent / "probes"
 PROBE_LIMIT_S = 300

@@ -7,7 +7,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from patch_trees import installed, plain_files, source_trees
 
 from mimo_plugin.cli import _patch_state as source
 from mimo_plugin.cli._patch_queue import (
@@ -21,6 +20,7 @@ from mimo_plugin.cli._patch_queue import (
     read_patch,
     readme,
 )
+from tests.patches.patch_trees import installed, plain_files, source_trees
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 QUEUES = {

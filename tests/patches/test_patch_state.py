@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from patch_trees import installed, plain_files
 
 from mimo_plugin.cli import _patch_queue as queue
 from mimo_plugin.cli import _patch_state as source
 from mimo_plugin.cli import patches as cli
 from mimo_plugin.cli._patch_queue import load_series
+from tests.patches.patch_trees import installed, plain_files
 
 NAMES = ("vllm/one.py", "vllm/core/two.py")
 BODY = "\n".join(f"line_{number} = {number}" for number in range(30)) + "\n"
