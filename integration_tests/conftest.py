@@ -30,7 +30,6 @@ COMMON_ARGUMENTS = (
     "--max-num-batched-tokens=1024",
     "--max-num-seqs=16",
     "--enable-prompt-tokens-details",
-    "--distributed-executor-backend=uni",  # a process less to start; test_vllm_switch.py has "mp"
 )
 """What every test server gets; a later argument of the same name wins."""
 

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from integration_tests.copy_draft import make_copy_draft
-from integration_tests.kv_client import Client
 from tools import model_runner_v2
 from tools.server import ServerError, VllmServer, free_port
 
@@ -138,7 +137,7 @@ def test_a_split_engine_drafts_as_one_engine(serve: Any, model: Path, sender: Vl
     assert loaded is not None
     assert loaded - already == sum(n - (K - 1) for n in LENGTHS_TOKENS)
     # the one engine is the sender, with nothing left of the prompts that it has sent
-    Client(sender).reset_prefix_cache()
+    assert sender.post("/reset_prefix_cache", {}) == {"success": True}
     for prompt, found in zip(prompts(), split, strict=True):
         assert found == watched(sender, prompt), f"prompt of {len(prompt)} tokens"
     assert sum(acceptance[1] for _, acceptance in split) > 0

@@ -64,6 +64,12 @@ def test_a_tier_without_its_paths_fails(tmp_path):
     assert "none of nowhere exists" in result.problem
 
 
+def test_files_run_side_by_side_where_no_engine_runs(tmp_path):
+    for tier in tiers.TIERS:
+        side_by_side = any("numprocesses" in part for part in tier.command(ROOT, tmp_path, ()))
+        assert side_by_side is (tier.name != "engine")
+
+
 def test_every_test_file_belongs_to_one_tier():
     unit, contracts, engine = tiers.TIERS
     assert unit.ignored == contracts.paths

@@ -72,8 +72,8 @@ class Tier:
 
 TIERS = (
     Tier("unit", ("tests",), CONTRACT_PATHS, 900.0, parallel=True),
-    Tier("contracts", CONTRACT_PATHS, (), 600.0, parallel=True),
-    Tier("engine", ("integration_tests",), (), 1700.0),
+    Tier("contracts", CONTRACT_PATHS, (), 900.0, parallel=True),
+    Tier("engine", ("integration_tests",), (), 2400.0),
 )
 
 
