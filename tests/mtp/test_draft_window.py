@@ -18,6 +18,7 @@ from mimo_plugin.engines.vllm.mtp.window import (
     fill_ids,
     fill_vectors,
     host_batch,
+    mm_mask,
     place,
     window_lengths,
 )
@@ -73,6 +74,7 @@ class Drafter:
             repeat_rows=as_tensor(repeat_rows),
             decoding=as_tensor(decoding),
             host_lens=lengths,
+            host_starts=starts,
             host_decoding=decoding,
         )
         ids, positions, hidden, rejected, next_tokens, overrides = [], [], [], [], [], []
@@ -232,3 +234,25 @@ def test_prefills_keep_their_chunk():
         np.array([1, 300]), np.array([False, False]), np.array([9, 300]), 3, 999
     )
     assert lengths.tolist() == [1, 300]
+
+
+def test_only_the_rows_of_prompts_hold_images():
+    """A decoding request between two prompts has a wider window and no image in it."""
+    lengths, decoding = np.array([3, 4, 2]), np.array([False, True, False])
+    starts, row_request, row_offset, repeat_rows = host_batch(lengths, decoding, 3)
+    batch = Batch(
+        slots=torch.arange(3),
+        query_start_loc=torch.tensor([0, 3, 4, 6]),
+        window_start_loc=torch.from_numpy(starts),
+        window_lens=torch.from_numpy(lengths),
+        row_request=torch.from_numpy(row_request),
+        row_offset=torch.from_numpy(row_offset),
+        repeat_rows=torch.from_numpy(repeat_rows),
+        decoding=torch.from_numpy(decoding),
+        host_lens=lengths,
+        host_starts=starts,
+        host_decoding=decoding,
+    )
+    target = torch.tensor([True, False, True, True, False, True])  # row 3 is the decoding one's
+    expected = [True, False, True, False, False, False, False, False, True]
+    assert mm_mask(batch, np.array([0, 3, 4, 6]), target).tolist() == expected

@@ -127,7 +127,7 @@ class MimoMTPSpeculator(upstream.MultiModuleMTPSpeculator):  # type: ignore[misc
         across_dp = batch_sync.num_tokens_across_dp if batch_sync is not None else None
         if not (dummy_run and skip_attn_for_dummy_run):
             attn_metadata, slot_mappings = self._attention(
-                input_batch, batch_desc, num_reqs, num_rows, lengths
+                batch, input_batch, batch_desc, num_reqs, num_rows
             )
         self._prepare_eplb_forward(num_rows)
 
@@ -173,6 +173,7 @@ class MimoMTPSpeculator(upstream.MultiModuleMTPSpeculator):  # type: ignore[misc
         )
         return Batch(
             host_lens=lengths,
+            host_starts=host[0],
             host_decoding=decoding,
             slots=input_batch.idx_mapping.long(),
             query_start_loc=input_batch.query_start_loc[: num_reqs + 1],
@@ -254,11 +255,11 @@ class MimoMTPSpeculator(upstream.MultiModuleMTPSpeculator):  # type: ignore[misc
 
     def _attention(
         self,
+        batch: Batch,
         input_batch: Any,
         batch_desc: Any,
         num_reqs: int,
         num_rows: int,
-        lengths: Array,
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         # A captured graph reads the buffer that vLLM owns; its shapes always fit there.
         captured = batch_desc.cg_mode != CUDAGraphMode.NONE
@@ -276,16 +277,15 @@ class MimoMTPSpeculator(upstream.MultiModuleMTPSpeculator):  # type: ignore[misc
             num_reqs,
         )
         full = batch_desc.cg_mode == CUDAGraphMode.FULL
-        starts: Array = np.zeros(num_reqs + 1, dtype=np.int32)
-        np.cumsum(lengths, out=starts[1:])
+        queries = np.diff(input_batch.query_start_loc_np[: num_reqs + 1])
         ends = input_batch.seq_lens_cpu_upper_bound[:num_reqs] + torch.from_numpy(
-            (lengths - np.diff(input_batch.query_start_loc_np[: num_reqs + 1])).astype(np.int32)
+            (batch.host_lens - queries).astype(np.int32)
         )
         self.draft_max_seq_len = min(int(ends.max()), self.max_model_len)
         metadata = self._build_attn_metadata(
             num_reqs=num_reqs,
             batch_desc=batch_desc,
-            query_start_loc_np=starts,
+            query_start_loc_np=batch.host_starts.astype(np.int32),
             seq_lens_cpu_upper_bound=ends,
             step=0,
             slot_mappings=slots if full else slots[:, :num_rows],

@@ -80,6 +80,7 @@ class Batch:
             decoding request).
         decoding: (num_reqs,) bool.
         host_lens: ``window_lens`` on the host.
+        host_starts: ``window_start_loc`` on the host.
         host_decoding: ``decoding`` on the host.
     """
 
@@ -92,6 +93,7 @@ class Batch:
     repeat_rows: torch.Tensor
     decoding: torch.Tensor
     host_lens: Array
+    host_starts: Array
     host_decoding: Array
 
 
@@ -239,14 +241,11 @@ def mm_mask(batch: Batch, query_starts: Array, mask: torch.Tensor) -> torch.Tens
         query_starts: (at least num_reqs,) first row of each request in the target's batch.
         mask: (target rows,) bool on the host, moved on by one token as the draft's input is.
     """
-    lens = batch.host_lens
-    out = torch.zeros(int(lens.sum()), dtype=torch.bool)
-    start = 0
-    for request, length in enumerate(lens.tolist()):
-        if not batch.host_decoding[request]:
-            first = int(query_starts[request])
-            out[start : start + length] = mask[first : first + length]
-        start += length
+    out = torch.zeros(int(batch.host_starts[-1]), dtype=torch.bool)
+    for request in np.flatnonzero(~batch.host_decoding):
+        first, start = int(query_starts[request]), int(batch.host_starts[request])
+        length = int(batch.host_lens[request])
+        out[start : start + length] = mask[first : first + length]
     return out
 
 
