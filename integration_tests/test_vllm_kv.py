@@ -34,6 +34,7 @@ from integration_tests.kv_scripts import (
     spoken_chat,
     token_users,
 )
+from integration_tests.side_by_side import start_all
 from tools.server import engine_environment, free_port, vllm_command
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -44,39 +45,54 @@ TIGHT_POOL_BLOCKS = 140
 
 
 @pytest.fixture(scope="module")
-def stock(tiny_model, serve_module):
-    return Client(serve_module(tiny_model, environment=DEVELOPMENT))
-
-
-@pytest.fixture(scope="module")
-def kv(tiny_model, serve_module):
-    return Client(serve_module(tiny_model, plugin="mimo:kv", environment=DEVELOPMENT))
-
-
-@pytest.fixture(scope="module")
 def events():
     with KvEvents(f"tcp://127.0.0.1:{free_port()}") as watcher:
         yield watcher
 
 
 @pytest.fixture(scope="module")
-def tight(tiny_model, serve_module, events):
-    """A small pool, small prefill chunks, KV events on; switched on by the configuration."""
+def clients(tiny_model, serve_module, events):
+    """Clients of all servers of the module, by the names of the fixtures below."""
     publish = {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
         "endpoint": events.endpoint.replace("127.0.0.1", "*"),
     }
-    server = serve_module(
-        tiny_model,
-        f"--num-gpu-blocks-override={TIGHT_POOL_BLOCKS}",
-        "--max-model-len=2048",
-        "--max-num-batched-tokens=256",
-        f"--kv-events-config={json.dumps(publish)}",
-        f"--additional-config={json.dumps({'mimo': {'features': ['kv']}})}",
-        environment=DEVELOPMENT,
+
+    def client(*arguments, plugin=None):
+        return lambda: Client(
+            serve_module(tiny_model, *arguments, plugin=plugin, environment=DEVELOPMENT)
+        )
+
+    return start_all(
+        {
+            "stock": client(),
+            "kv": client(plugin="mimo:kv"),
+            "tight": client(
+                f"--num-gpu-blocks-override={TIGHT_POOL_BLOCKS}",
+                "--max-model-len=2048",
+                "--max-num-batched-tokens=256",
+                f"--kv-events-config={json.dumps(publish)}",
+                f"--additional-config={json.dumps({'mimo': {'features': ['kv']}})}",
+            ),
+        }
     )
-    return Client(server)
+
+
+@pytest.fixture(scope="module")
+def stock(clients):
+    return clients["stock"]
+
+
+@pytest.fixture(scope="module")
+def kv(clients):
+    return clients["kv"]
+
+
+@pytest.fixture(scope="module")
+def tight(clients):
+    """A small pool, small prefill chunks, KV events on; switched on by the configuration."""
+    return clients["tight"]
 
 
 @pytest.fixture(scope="module")

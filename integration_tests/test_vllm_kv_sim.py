@@ -12,11 +12,13 @@ import json
 import random
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from integration_tests.side_by_side import start_all
 from tools.server import engine_environment
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -67,35 +69,52 @@ def run(tiny_model):
 
 
 @pytest.fixture(scope="module")
-def stock(run):
-    return run({"simulate": True})
-
-
-@pytest.fixture(scope="module")
-def kv(run):
-    return run({"simulate": True, "logprobs": True}, additional_config=KV)
-
-
-@pytest.fixture(scope="module")
-def kv_ngram(run):
-    settings = {"mimo": {"features": ["kv"], "kv": {"message_start_token_ids": [5, 7]}}}
-    return run(
-        {"batches": NGRAM_BATCHES},  # a step with drafts to verify is slow on the CPU
-        environment={"NUMBA_DISABLE_JIT": "1"},  # compiling the proposer takes half a minute
-        additional_config=settings,
-        speculative_config=NGRAM,
+def results(run):
+    """What all engines of the module found, by the names of the fixtures below."""
+    starts = {"message_start_token_ids": [5, 7]}
+    one_draft = {"method": "mtp", "num_speculative_tokens": 1}
+    return start_all(
+        {
+            "stock": partial(run, {"simulate": True}),
+            "kv": partial(run, {"simulate": True, "logprobs": True}, additional_config=KV),
+            "ngram": partial(
+                run,
+                {"batches": NGRAM_BATCHES},  # a step with drafts to verify is slow on the CPU
+                environment={"NUMBA_DISABLE_JIT": "1"},  # the proposer compiles half a minute
+                additional_config={"mimo": {"features": ["kv"], "kv": starts}},
+                speculative_config=NGRAM,
+            ),
+            "mtp": partial(run, {}, additional_config=KV, speculative_config=one_draft),
+            "offloading": partial(
+                run, {"restart_at": 6}, additional_config=KV, kv_transfer_config=OFFLOADING
+            ),
+        }
     )
 
 
 @pytest.fixture(scope="module")
-def kv_mtp(run):
-    speculation = {"method": "mtp", "num_speculative_tokens": 1}
-    return run({}, additional_config=KV, speculative_config=speculation)
+def stock(results):
+    return results["stock"]
 
 
 @pytest.fixture(scope="module")
-def kv_offloading(run):
-    return run({"restart_at": 6}, additional_config=KV, kv_transfer_config=OFFLOADING)
+def kv(results):
+    return results["kv"]
+
+
+@pytest.fixture(scope="module")
+def kv_ngram(results):
+    return results["ngram"]
+
+
+@pytest.fixture(scope="module")
+def kv_mtp(results):
+    return results["mtp"]
+
+
+@pytest.fixture(scope="module")
+def kv_offloading(results):
+    return results["offloading"]
 
 
 def reused(result):

@@ -12,12 +12,14 @@ import json
 import random
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from integration_tests.copy_draft import make_copy_draft
 from integration_tests.kv_client import Client
 from integration_tests.refusal import Refusal, check_refused, serve_all
+from integration_tests.side_by_side import start_all
 from tools.model_runner_v2 import environment
 from tools.server import VllmServer
 
@@ -52,6 +54,10 @@ def counts(server: VllmServer, name: str) -> list[float]:
     return [server.metric(name, position=str(j)) or 0.0 for j in range(K)]
 
 
+def speculation(**settings: object) -> str:
+    return "--speculative-config=" + json.dumps({"method": "mtp", **settings})
+
+
 @pytest.fixture(scope="module")
 def perfect_model(tmp_path_factory):
     return make_copy_draft(tmp_path_factory.mktemp("perfect"))
@@ -63,9 +69,47 @@ def weak_model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def plain(serve_module, weak_model):
-    """No speculation, Model Runner V1, no plugin; both models have the same target."""
-    return serve_module(weak_model, *ARGUMENTS)
+def blind_model(tmp_path_factory):
+    return make_copy_draft(tmp_path_factory.mktemp("blind"), blind=True)
+
+
+@pytest.fixture(scope="module")
+def servers(serve_module, perfect_model, weak_model, blind_model):
+    """All servers of the module, by the names of the fixtures below."""
+
+    def drafting(model, *arguments, plugin="mimo:mtp", **settings):
+        if settings:
+            arguments += ("--additional-config", json.dumps({"mimo": {"mtp": settings}}))
+        return partial(
+            serve_module, model, *ARGUMENTS, *arguments, plugin=plugin, environment=environment()
+        )
+
+    chunks = f"--max-num-batched-tokens={SMALL_CHUNK}"
+    return start_all(
+        {
+            "plain": partial(serve_module, weak_model, *ARGUMENTS),
+            "chunked": drafting(weak_model, chunks),
+            "pressed": drafting(
+                perfect_model,
+                chunks,
+                f"--num-gpu-blocks-override={PRESSED_BLOCKS}",
+                speculation(num_speculative_tokens=K),
+                plugin="mimo",
+            ),
+            "adaptive": drafting(
+                weak_model,
+                speculation(num_speculative_tokens=K, max_model_len=LIMIT_TOKENS),
+                adaptive_length=True,
+            ),
+            "blind": drafting(blind_model, warn_after_drafts=20),
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def plain(servers):
+    """No speculation, Model Runner V1, no plugin; all models have the same target."""
+    return servers["plain"]
 
 
 @pytest.fixture(scope="module")
@@ -74,45 +118,27 @@ def expected(plain):
 
 
 @pytest.fixture(scope="module")
-def chunked(serve_module, weak_model):
+def chunked(servers):
     """The feature alone, as its user starts it: the plugin fills in the speculative config."""
-    return serve_module(
-        weak_model,
-        *ARGUMENTS,
-        f"--max-num-batched-tokens={SMALL_CHUNK}",
-        plugin="mimo:mtp",
-        environment=environment(),
-    )
+    return servers["chunked"]
 
 
 @pytest.fixture(scope="module")
-def pressed(serve_module, perfect_model):
+def pressed(servers):
     """With ``kv``, the whole plugin and a pool in which requests are preempted."""
-    speculation = json.dumps({"method": "mtp", "num_speculative_tokens": K})
-    return serve_module(
-        perfect_model,
-        *ARGUMENTS,
-        f"--max-num-batched-tokens={SMALL_CHUNK}",
-        f"--num-gpu-blocks-override={PRESSED_BLOCKS}",
-        f"--speculative-config={speculation}",
-        plugin="mimo",
-        environment=environment(),
-    )
+    return servers["pressed"]
 
 
 @pytest.fixture(scope="module")
-def adaptive(serve_module, weak_model):
+def adaptive(servers):
     """Draft lengths by measured acceptance, and a limit that long requests reach."""
-    speculation = {"method": "mtp", "num_speculative_tokens": K, "max_model_len": LIMIT_TOKENS}
-    return serve_module(
-        weak_model,
-        *ARGUMENTS,
-        f"--speculative-config={json.dumps(speculation)}",
-        "--additional-config",
-        json.dumps({"mimo": {"mtp": {"adaptive_length": True}}}),
-        plugin="mimo:mtp",
-        environment=environment(),
-    )
+    return servers["adaptive"]
+
+
+@pytest.fixture(scope="module")
+def blind(servers):
+    """MTP layers that are never right."""
+    return servers["blind"]
 
 
 def test_cold_and_chunked_requests_get_the_same_tokens(chunked, expected):
@@ -224,26 +250,13 @@ def test_sampled_tokens_have_the_distribution_of_an_engine_without_drafts(plain,
     assert statistic < degrees + 4 * (2 * degrees) ** 0.5, (one, other)
 
 
-def test_a_draft_that_is_never_accepted_is_reported_once(serve, tmp_path):
+def test_a_draft_that_is_never_accepted_is_reported_once(blind):
     """B32: useless MTP layers; the text is right and one line says that the drafts are not."""
-    model = make_copy_draft(tmp_path / "blind", blind=True)
-    settings = json.dumps({"mimo": {"mtp": {"warn_after_drafts": 20}}})
-    server = serve(
-        model,
-        *ARGUMENTS,
-        f"--additional-config={settings}",
-        plugin="mimo:mtp",
-        environment=environment(),
-    )
     rng = random.Random(5)
     asked = [[rng.randrange(300, 1000) for _ in range(30)] for _ in range(4)]
-    Client(server).at_once(asked, 16)
-    assert server.log_text().count("found no accepted token in 20 drafts") == 1
-    assert server.metric("mimo:mtp_self_check_failures_total") == 1
-
-
-def speculation(**settings: object) -> str:
-    return "--speculative-config=" + json.dumps({"method": "mtp", **settings})
+    Client(blind).at_once(asked, 16)
+    assert blind.log_text().count("found no accepted token in 20 drafts") == 1
+    assert blind.metric("mimo:mtp_self_check_failures_total") == 1
 
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}

@@ -9,6 +9,7 @@ unless a row of their KV is wrong; a sliding window of 16 tokens makes each row 
 from __future__ import annotations
 
 import random
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from integration_tests.copy_draft import make_copy_draft
+from integration_tests.side_by_side import start_all
 from tools import model_runner_v2
 from tools.server import ServerError, VllmServer, free_port
 
@@ -113,9 +115,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sender(serve_module: Any, model: Path) -> VllmServer:
+def pair(serve_module: Any, model: Path) -> dict[str, VllmServer]:
+    """The two engines of one split."""
+    one = partial(start, serve_module, model, K, "--kv-transfer-config", NIXL)
+    return start_all({"sender": one, "receiver": one})
+
+
+@pytest.fixture(scope="module")
+def sender(pair: dict[str, VllmServer]) -> VllmServer:
     """The engine that computes prompts."""
-    return start(serve_module, model, K, "--kv-transfer-config", NIXL)
+    return pair["sender"]
 
 
 def watched(server: VllmServer, prompt: list[int], **body: Any) -> tuple[list[int], list[float]]:
@@ -125,8 +134,8 @@ def watched(server: VllmServer, prompt: list[int], **body: Any) -> tuple[list[in
     return tokens, [new - old for old, new in zip(before, accepted(server), strict=True)]
 
 
-def test_a_split_engine_drafts_as_one_engine(serve: Any, model: Path, sender: VllmServer) -> None:
-    receiver = start(serve, model, K, "--kv-transfer-config", NIXL)
+def test_a_split_engine_drafts_as_one_engine(pair: dict[str, VllmServer]) -> None:
+    sender, receiver = pair["sender"], pair["receiver"]
     assert hand_over(sender, receiver, list(range(300, 350)))
     already = receiver.metric("vllm:external_prefix_cache_hits_total") or 0
     split = [

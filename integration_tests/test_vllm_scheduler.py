@@ -23,6 +23,7 @@ import pytest
 from integration_tests.kv_client import alignment_tokens, message
 from integration_tests.refusal import Refusal, check_refused, serve_all
 from integration_tests.sched_client import PATIENCE_S, Job, LineClient, Reply, Start
+from integration_tests.side_by_side import start_all
 from mimo_plugin import __version__
 from mimo_plugin.engines.vllm.version import installed_vllm
 
@@ -70,14 +71,12 @@ def servers(tiny_model, serve_module):
         ),
     }
 
-    def start(kind):
-        plugin, more = kinds[kind]
-        return LineClient(
+    def client(plugin, more):
+        return lambda: LineClient(
             serve_module(tiny_model, *SIZES, *more, plugin=plugin, environment=ENVIRONMENT)
         )
 
-    with ThreadPoolExecutor(len(kinds)) as pool:
-        return Servers(**dict(zip(kinds, pool.map(start, kinds), strict=True)))
+    return Servers(**start_all({kind: client(*how) for kind, how in kinds.items()}))
 
 
 @pytest.fixture(scope="module")
