@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Media on the host: fetching, limits, content keys, shared memory, and decoding of video."""
