@@ -4,7 +4,8 @@
 #   make run MODEL=PATH          the same with any model on the installed engine
 #   make run QUICK=1             a quarter of the sessions
 #   make test                    all checks; TIER=unit runs one of lint, unit, contracts, engine
-#   make bench                   all benchmarks; BENCH=retention runs one, QUICK=1 shortens it
+#   make bench                   all benchmarks; BENCH=retention runs one, QUICK=1 shortens it;
+#                                those that need a GPU (gpu_…) run by name only
 #   make tiny-trained            train the tiny model of tools/tiny_trained again (ten minutes), in
 #                                out/tiny-trained; ARGS=tools/tiny_trained replaces the committed one
 #   make … PY=/path/to/python    use this environment as it is instead of .venv-vllm
@@ -22,7 +23,7 @@ else
 PYTHON := $(PY)
 READY :=
 endif
-BENCH ?= $(filter-out _%,$(basename $(notdir $(shell grep -l __main__ benchmarks/*.py 2>/dev/null))))
+BENCH ?= $(filter-out _% gpu_%,$(basename $(notdir $(shell grep -l -- '"--json"' benchmarks/*.py 2>/dev/null))))
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' $(MAKEFILE_LIST)

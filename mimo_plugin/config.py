@@ -30,6 +30,7 @@ from mimo_plugin.config_values import (
     whole,
     whole_or_none,
 )
+from mimo_plugin.config_vision import VisionConfig, parse_vision
 from mimo_plugin.errors import ConfigError, FeatureUnavailable, nearest, setting_error
 from mimo_plugin.features import FEATURES, available, defaults
 
@@ -161,6 +162,7 @@ class MimoConfig:
         kv: settings of the feature ``kv``.
         scheduler: settings of the feature ``scheduler``.
         mtp: settings of the feature ``mtp``.
+        vision: settings of the feature ``vision``.
         user_scheduler_cls: dotted path of the scheduler class that the user had set, which ours
             composes with.
         plugin_version: version of the plugin that validated this; empty before validation.
@@ -175,6 +177,7 @@ class MimoConfig:
     kv: KvConfig = field(default_factory=KvConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     mtp: MtpConfig = field(default_factory=MtpConfig)
+    vision: VisionConfig = field(default_factory=VisionConfig)
     user_scheduler_cls: str | None = None
     plugin_version: str = ""
     engine_label: str = ""
@@ -399,10 +402,15 @@ def _parse_mtp(raw: object) -> MtpConfig:
     return MtpConfig(**section(f"{SECTION}.mtp", raw, _MTP_VALUES))
 
 
+def _parse_vision(raw: object) -> VisionConfig:
+    return parse_vision(f"{SECTION}.vision", raw)
+
+
 _SECTIONS: dict[str, Callable[[object], Any]] = {
     "kv": _parse_kv,
     "scheduler": _parse_scheduler,
     "mtp": _parse_mtp,
+    "vision": _parse_vision,
 }
 
 

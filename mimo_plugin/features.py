@@ -94,7 +94,21 @@ _TABLE = (
         default=True,
         replaced_by="all MTP layers of MiMo-V2 in vLLM's own draft class",
     ),
-    _planned("vision", "fused image preprocessing"),
+    Feature(
+        name="vision",
+        title="image preprocessing on the model's device",
+        status="available",
+        engines=("vllm",),
+        seam="ModelRegistry, MULTIMODAL_REGISTRY.register_processor",
+        contracts=(
+            "vllm.model_executor.models.mimo_v2_omni",
+            "vllm.multimodal.processing.processor",
+            "vllm.multimodal.parse",
+            "vllm.multimodal.inputs",
+        ),
+        default=True,
+        replaced_by="a processor for MiMo-V2 in vLLM that sends pixels as bytes",
+    ),
     _planned("video", "sparse video decoding"),
     _planned("tiers", "host and remote KV tiers for hybrid models"),
 )

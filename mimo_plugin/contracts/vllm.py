@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from mimo_plugin.contracts.row import Contract, call, class_, replaced
 from mimo_plugin.contracts.vllm_kv import KV_ROWS
+from mimo_plugin.contracts.vllm_media import MEDIA_ROWS
 from mimo_plugin.contracts.vllm_mtp import MTP_ROWS
 from mimo_plugin.contracts.vllm_mtp_sched import MTP_SCHED_ROWS
 from mimo_plugin.contracts.vllm_mtp_transfer import MTP_TRANSFER_ROWS
 from mimo_plugin.contracts.vllm_sched import SCHED_ROWS
+from mimo_plugin.contracts.vllm_vision import VISION_ROWS
 
 _ARGS = "engine.arg_utils"
 _LOGGERS = "v1.metrics.loggers"
@@ -152,5 +154,7 @@ VLLM_CONTRACTS: tuple[Contract, ...] = (
     *MTP_ROWS,
     *MTP_SCHED_ROWS,
     *MTP_TRANSFER_ROWS,
+    *VISION_ROWS,
+    *MEDIA_ROWS,
 )
 """Every row.  One without features concerns the plugin itself: the switch and the metrics."""

@@ -3,7 +3,8 @@
 
 The scheduler puts ``MetricsBuffer.drain()`` under the key ``mimo`` into
 ``SchedulerStats.kv_connector_stats``, beside a real connector's keys. In the API process a stat
-logger takes it out again before vLLM's own loggers see it, and applies it to Prometheus.
+logger takes it out again before vLLM's own loggers see it, and applies it to Prometheus, together
+with what the API process itself has counted of images and videos.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 from mimo_plugin import __version__
 from mimo_plugin.engines.vllm import register
+from mimo_plugin.engines.vllm.vision.report import REPORT as VISION_REPORT
 from mimo_plugin.metrics import METRICS, PAYLOAD_VERSION, PREFIX, SPECS, MetricSpec
 
 STATS_KEY = "mimo"
@@ -159,8 +161,9 @@ def _logger_class() -> type:
             engine_idx: int = 0,
         ) -> None:
             payload = take_payload(scheduler_stats)
-            if payload is not None:
-                self.sink.apply(payload, engine_idx)
+            for found in (payload, VISION_REPORT.drain()):
+                if found is not None:
+                    self.sink.apply(found, engine_idx)
 
         def log_engine_initialized(self) -> None:
             pass

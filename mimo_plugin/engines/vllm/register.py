@@ -46,9 +46,10 @@ _FIT_MODULES = {
     "kv": "mimo_plugin.engines.vllm.kv.fit",
     "scheduler": "mimo_plugin.engines.vllm.sched.fit",
     "mtp": "mimo_plugin.engines.vllm.mtp.fit",
+    "vision": "mimo_plugin.engines.vllm.vision.fit",
 }
-# features that live in the scheduler
-_SCHEDULER_FEATURES = frozenset({"kv", "scheduler", "mtp"})
+# features that live in the scheduler, or whose counters it hands over
+_SCHEDULER_FEATURES = frozenset({"kv", "scheduler", "mtp", "vision"})
 
 # (process id, role) that have said what is active; the id makes a forked child start afresh.
 _announced: set[tuple[int, str]] = set()
@@ -172,6 +173,8 @@ def _activate(vllm_config: Any, environ: Mapping[str, str]) -> MimoConfig | None
         vllm_config.parallel_config.worker_cls = worker_cls
     if "mtp" in features:
         _mtp_configuration().configure(vllm_config)
+    if "vision" in features:
+        _vision_configuration().configure(vllm_config, config)
     _write_section(vllm_config, config.to_dict())
     _install_metrics()
     log_active("API", config)
@@ -229,6 +232,12 @@ def leave_out(config: MimoConfig, name: str, reason: object) -> None:
 
 def _mtp_configuration() -> Any:
     from mimo_plugin.engines.vllm.mtp import configure
+
+    return configure
+
+
+def _vision_configuration() -> Any:
+    from mimo_plugin.engines.vllm.vision import configure
 
     return configure
 
@@ -294,6 +303,8 @@ def activate_worker(vllm_config: Any, rank: int) -> MimoConfig | None:
         )
     if "mtp" in config.features:
         _mtp_configuration().prepare_worker(vllm_config)
+    if "vision" in config.features:
+        _vision_configuration().prepare_worker(vllm_config, rank)
     # With the executor "uni" the worker is an object in the engine core's process, which speaks.
     if getattr(vllm_config.parallel_config, "distributed_executor_backend", None) != "uni":
         log_active(f"Worker{rank}", config)

@@ -23,6 +23,7 @@ from mimo_plugin.engines.vllm.register import LOGGER_NAME, leave_out, log_active
 from mimo_plugin.engines.vllm.sched.extension import extended
 from mimo_plugin.engines.vllm.sched.install import install
 from mimo_plugin.engines.vllm.sched.settings import resolve_sched_settings
+from mimo_plugin.engines.vllm.vision import configure as vision_configure
 from mimo_plugin.errors import ConfigError, FeatureUnavailable
 from mimo_plugin.metrics import merge_payloads
 
@@ -41,10 +42,12 @@ class SchedulerExtension:
             return None
         accounting = getattr(self.kv_cache_manager, "accounting", None)  # type: ignore[attr-defined]
         drafts = getattr(self, "draft_control", None)
+        vision = getattr(self, "vision_counters", None)
         payload = merge_payloads(
             accounting.drain() if accounting is not None else None,
             self.affinity_payload(),  # type: ignore[attr-defined]
             drafts.report.drain() if drafts is not None else None,
+            vision.drain() if vision is not None else None,
         )
         if payload is not None:
             stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), SECTION: payload}
@@ -114,6 +117,9 @@ def make_scheduler(vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs:
     )
     if "mtp" in config.features:
         mtp_configure.prepare_scheduler(kv_cache_config)
+    vision = None
+    if "vision" in config.features:
+        vision = vision_configure.prepare_scheduler(vllm_config)
     base = base_class(vllm_config, config.user_scheduler_cls)
     scheduler = build(base, settings, vllm_config, kv_cache_config, *args, **kwargs)
     if sched is not None:
@@ -126,6 +132,7 @@ def make_scheduler(vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs:
         if mtp is not None:
             lengths.install(scheduler, mtp)
         transfer.guard(scheduler, vllm_config.num_speculative_tokens)
+    scheduler.vision_counters = vision
     scheduler.mimo_config = config
     log_active("EngineCore", config)
     return scheduler

@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The vision feature in ``vllm serve``: same answers as stock, each fix with its own right value.
+
+With the fixes off, prompt ids, tokens and logprobs of images and videos must be stock's to the last
+bit (the backend ``reference`` does stock's arithmetic); the fast backend may differ by rounding.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from integration_tests.refusal import Refusal, check_refused, serve_all
+from integration_tests.side_by_side import start_all
+from integration_tests.vision_client import (
+    Answer,
+    Refused,
+    VisionClient,
+    clip,
+    encode,
+    image_part,
+    letter,
+    noise,
+    served,
+    text_of,
+    text_part,
+    video_part,
+)
+from tools import tiny_omni
+from tools.server import VllmServer
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+STOCK_FIXES = {
+    "mean_std": "stock",
+    "timestamps": "stock",
+    "outer_tokens": "stock",
+    "processor_kwargs": "stock",
+}
+MAX_PIXELS = 20_000_000
+ARGUMENTS = (
+    "--max-model-len=4096",
+    "--limit-mm-per-prompt",
+    '{"image": 8, "video": 2, "audio": 0}',
+    "--trust-request-mm-kwargs",
+    "--media-io-kwargs",
+    '{"video": {"num_frames": 3, "fps": -1}}',
+)
+ENVIRONMENT = {"VLLM_MAX_IMAGE_PIXELS": str(MAX_PIXELS)}
+SHORT = text_part("describe it")
+LONG_CLIP_FRAMES = 401
+"""At one frame a second the third of three frames is shown at 400 s."""
+
+LETTERS = "AEFHKLTX"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_omni.make(tmp_path_factory.mktemp("tiny-omni"))
+
+
+def vision(**settings):
+    return ["--additional-config", json.dumps({"mimo": {"vision": settings}})]
+
+
+@pytest.fixture(scope="module")
+def clients(serve_module, model):
+    """Clients of the servers of the module, by the names of the fixtures below."""
+
+    def client(*arguments, plugin=None):
+        return lambda: VisionClient(
+            serve_module(model, *ARGUMENTS, *arguments, plugin=plugin, environment=ENVIRONMENT)
+        )
+
+    return start_all(
+        {
+            "stock": client(),
+            "unfixed": client(*vision(backend="reference", **STOCK_FIXES), plugin="mimo:vision"),
+            "fixed": client(plugin="mimo"),
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def stock(clients):
+    return clients["stock"]
+
+
+@pytest.fixture(scope="module")
+def unfixed(clients):
+    """The feature with every fix off and stock's arithmetic."""
+    return clients["unfixed"]
+
+
+@pytest.fixture(scope="module")
+def fixed(clients):
+    """The feature as its user starts it, beside the others."""
+    return clients["fixed"]
+
+
+def requests():
+    """Images of several sizes (one shrunk on the host), several per request, and a video."""
+    large, small, wide = noise(1500, 1300, 1), noise(200, 200, 2), noise(120, 900, 3, "JPEG")
+    return [
+        [image_part(noise(300, 400, 0)), SHORT],
+        [image_part(small), text_part("and"), image_part(wide, "image/jpeg"), SHORT],
+        [image_part(large), image_part(small), image_part(noise(37, 640, 4)), SHORT],
+        [video_part(clip(9, 96, 128)), SHORT],
+        [image_part(small), video_part(clip(4, 64, 64)), SHORT],
+        [text_part("no media at all")],
+    ]
+
+
+# --- the same as stock -----------------------------------------------------------------------
+
+
+def test_without_the_fixes_everything_is_stock_s(stock, unfixed):
+    for parts in requests():
+        assert served(unfixed.ask(*parts)) == served(stock.ask(*parts))
+
+
+def test_what_is_in_the_picture_matters(stock):
+    """Control: an answer that does not depend on the pixels would prove nothing."""
+    one, other = (served(stock.ask(image_part(noise(300, 400, s)), SHORT)) for s in (10, 11))
+    assert one.prompt == other.prompt
+    assert one.logprobs != other.logprobs
+
+
+def test_concurrent_requests_get_what_they_would_alone(unfixed, stock):
+    """Media of several requests in one encoder call: every one gets its own."""
+    asked = [
+        [image_part(noise(160 + 32 * i, 200, 20 + i)), image_part(letter(c)), SHORT]
+        for i, c in enumerate("ABCDEF")
+    ]
+    together = [served(answer) for answer in unfixed.at_once(asked)]
+    for parts, answer in zip(asked, together, strict=True):
+        alone = served(stock.ask(*parts))
+        assert (answer.prompt, answer.tokens) == (alone.prompt, alone.tokens)
+        assert answer.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+
+
+def test_letters_in_a_growing_chat(unfixed, stock):
+    """B45: from the first to the eighth picture the answer is about the last one."""
+    for client in (unfixed, stock):
+        client.answers = []
+        messages = []
+        for character in LETTERS:
+            parts = [image_part(letter(character)), text_part("which letter")]
+            messages.append({"role": "user", "content": parts})
+            answer = served(client.chat(messages))
+            client.answers.append(answer)
+            messages.append({"role": "assistant", "content": "it is " + character})
+    assert unfixed.answers == stock.answers
+    tokens = [tuple(a.logprobs) for a in unfixed.answers]
+    assert len(set(tokens)) == len(LETTERS)
+
+
+def test_the_counters_prove_that_the_feature_acted(unfixed):
+    server: VllmServer = unfixed.server
+
+    def count(name, **labels):
+        return server.metric(f"mimo:vision_{name}_total", **labels) or 0.0
+
+    served(unfixed.ask(image_part(noise(64, 64, 92)), SHORT))  # what the start counted is out
+    before = count("kernel_passes"), count("kernel_items"), count("items")
+    small, large = noise(210, 220, 90), noise(1400, 1400, 91)
+    served(unfixed.ask(image_part(small), image_part(large), SHORT))
+    passes, items, packed = count("kernel_passes"), count("kernel_items"), count("items")
+    assert packed - before[2] == 2
+    assert items - before[1] == 2
+    assert 1 <= passes - before[0] <= 2
+    assert count("kernel_items", backend="reference") == items
+    assert count("items", kind="image", form="rows") >= 1
+    assert count("bytes", kind="image", form="pixels") >= 210 * 220 * 3
+    assert count("host_seconds") > 0 and count("kernel_seconds") > 0
+    # The processor's cache holds it: nothing is packed again.
+    served(unfixed.ask(image_part(small), image_part(large), SHORT))
+    assert count("items") == packed
+
+
+# --- the fixes -------------------------------------------------------------------------------
+
+
+def test_mean_and_std_are_the_checkpoint_s(fixed, stock, serve_module, tmp_path_factory):
+    """Right value: stock on a checkpoint whose values are ImageNet's, which it has built in.
+
+    The answer comes from the fast backend, so this also compares that one with stock's arithmetic.
+    """
+    parts = [image_part(noise(300, 400, 0)), SHORT]
+    mine, theirs = served(fixed.ask(*parts)), served(stock.ask(*parts))
+    assert mine.prompt == theirs.prompt
+    assert mine.logprobs != pytest.approx(theirs.logprobs, abs=1e-3)
+
+    imagenet = tiny_omni.make(
+        tmp_path_factory.mktemp("imagenet"),
+        tiny_omni.TinyOmni(image_mean=(0.485, 0.456, 0.406), image_std=(0.229, 0.224, 0.225)),
+    )
+    again = VisionClient(serve_module(imagenet, *ARGUMENTS, plugin="mimo:vision"))
+    answer = served(again.ask(*parts))
+    assert answer.tokens == theirs.tokens
+    assert answer.logprobs == pytest.approx(theirs.logprobs, abs=1e-3)
+    log = fixed.server.log_text()
+    assert "mimo vision: mean 122.77/116.75/104.09" in log and "from checkpoint" in log
+
+
+def test_frames_are_labelled_with_their_times(fixed, stock, model):
+    """B82: the third of three frames is shown at 400 s; stock says it is the third second."""
+    video = [video_part(clip(LONG_CLIP_FRAMES, 64, 64)), SHORT]
+    mine = text_of(model, served(fixed.ask(*video)).prompt)
+    theirs = text_of(model, served(stock.ask(*video)).prompt)
+    assert "<|video_start|>00:00<|vision_start|>" in mine
+    assert "<|vision_end|>06:40<|vision_start|>" in mine
+    assert "06:40" not in theirs and "<|vision_end|>00:02<|vision_start|>" in theirs
+
+
+def test_no_vision_tokens_around_a_video(fixed, stock, model):
+    video = [video_part(clip(4, 64, 64)), SHORT]
+    mine = text_of(model, served(fixed.ask(*video)).prompt)
+    theirs = text_of(model, served(stock.ask(*video)).prompt)
+    assert "<|vision_start|><|video_start|>" in theirs
+    assert "<|video_end|><|vision_end|>" in theirs
+    assert "<|im_start|>user\n<|video_start|>" in mine
+    assert "<|video_end|>describe" in mine
+    assert mine.count("<|vision_start|>") == theirs.count("<|vision_start|>") - 1
+
+
+def test_processor_kwargs_of_a_request(fixed, stock, model):
+    picture = image_part(noise(512, 512, 5))
+
+    def image_tokens(client, **kwargs):
+        answer = served(client.ask(picture, SHORT, mm_processor_kwargs=kwargs))
+        return text_of(model, answer.prompt).count("<|image_pad|>")
+
+    assert image_tokens(fixed, max_pixels=128 * 128) == 16
+    assert image_tokens(fixed, images_kwargs={"max_pixels": 256 * 256}) == 64
+    assert image_tokens(fixed, size={"longest_edge": 64 * 128}) == 4
+    assert image_tokens(stock, max_pixels=128 * 128) == image_tokens(fixed) == 256
+    refused = fixed.ask(picture, SHORT, mm_processor_kwargs={"max_pixel": 4})
+    assert isinstance(refused, Refused) and refused.status == 400
+    assert "max_pixel" in refused.reason and "max_pixels" in refused.reason
+
+
+def test_a_plain_switch_takes_the_feature_and_its_fast_backend(fixed):
+    assert "features=kv,scheduler,vision" in fixed.server.log_text()
+    assert fixed.server.metric("mimo:vision_kernel_passes_total", backend="cpu") > 0
+
+
+# --- hostile input ---------------------------------------------------------------------------
+
+
+def hostile():
+    """Requests that must be refused, with a word of the reason."""
+    from PIL import Image
+
+    jpeg = noise(300, 400, 7, "JPEG")
+    line = encode(Image.new("RGB", (5000, 1), "red"))
+    huge = encode(Image.new("1", (10_000, 10_000)))
+    return {
+        "truncated": ([image_part(jpeg[: len(jpeg) // 2], "image/jpeg")], "truncated"),
+        "one line": ([image_part(line)], "5000"),
+        "100 megapixels": ([image_part(huge)], "100000000"),
+        "no image": ([image_part(b"hello, I am text", "image/png")], "image"),
+        "no video": ([video_part(b"hello, I am text" * 100)], "video"),
+        "no frames": ([video_part(clip(0, 64, 64))], "video"),
+        "empty": ([image_part(b"")], "image"),
+    }
+
+
+@pytest.mark.parametrize("name", sorted(hostile()))
+def test_hostile_input_is_a_client_error_with_the_reason(fixed, name):
+    parts, word = hostile()[name]
+    answer = fixed.ask(*parts, SHORT)
+    assert isinstance(answer, Refused), answer
+    assert 400 <= answer.status < 500, answer
+    assert word in answer.reason
+    served(fixed.ask(image_part(noise(64, 64, 8)), SHORT))
+
+
+def test_wrong_extension_is_what_the_bytes_say(fixed):
+    png = noise(96, 96, 9)
+    right = served(fixed.ask(image_part(png), SHORT))
+    assert served(fixed.ask(image_part(png, "image/jpeg"), SHORT)) == right
+
+
+def test_others_go_on_beside_hostile_input(fixed):
+    bad = [[*parts, SHORT] for parts, _ in hostile().values()]
+    good = [image_part(noise(130, 140, 12)), SHORT]
+    answers = fixed.at_once([*bad, good, *bad, good])
+    served_ones = [answer for answer in answers if isinstance(answer, Answer)]
+    assert len(served_ones) == 2
+    assert fixed.server.alive()
+
+
+def test_an_item_longer_than_the_context_is_refused(fixed):
+    """Both numbers are said, and the engine goes on."""
+    picture = image_part(noise(2400, 2400, 13))
+    refused = fixed.ask(picture, SHORT, mm_processor_kwargs={"max_pixels": 2400 * 2400})
+    assert isinstance(refused, Refused) and refused.status == 400
+    assert "4096" in refused.reason
+    length = int(re.search(r"[Ii]nput length \((\d+)\)", refused.reason)[1])
+    assert length > (2400 // 32) ** 2
+    served(fixed.ask(image_part(noise(64, 64, 8)), SHORT))
+
+
+# --- refusals at start -----------------------------------------------------------------------
+
+
+def test_asked_for_but_unfit(model, tiny_model):
+    refusals = {
+        "text": Refusal(["--plugin", "mimo:vision"], ["vision", "MiMoV2Flash"], model=tiny_model),
+        "backend": Refusal(
+            ["--plugin", "mimo:vision", *vision(backend="triton")], ["triton", "backend"]
+        ),
+        "kwargs": Refusal(
+            ["--plugin", "mimo:vision", "--mm-processor-kwargs", '{"max_pixel": 3}'],
+            ["max_pixel", "max_pixels"],
+        ),
+        "no media": Refusal(
+            ["--plugin", "mimo:vision", "--language-model-only"], ["neither images nor videos"]
+        ),
+    }
+    for name, done in serve_all(model, refusals).items():
+        check_refused(done, refusals[name].words)

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of the feature ``vision``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mimo_plugin.config_values import Validator, boolean, number, one_of, section
+
+PIXEL_BACKENDS = ("auto", "triton", "cpu", "reference")
+MEAN_STD_SOURCES = ("checkpoint", "stock")
+TIMESTAMP_SOURCES = ("frames", "stock")
+OUTER_TOKENS = ("remove", "stock")
+PROCESSOR_KWARGS = ("honour", "stock")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+    """Settings of the feature ``vision``.
+
+    Attributes:
+        backend: what makes patch rows, one of ``PIXEL_BACKENDS``; ``auto`` takes the fastest that
+            runs on the model's device and says which; any other never gives way.
+        mean_std: mean and standard deviation of pixels: those of the checkpoint's
+            ``preprocessor_config.json``, or (``stock``) ImageNet's, which vLLM has built in.
+        timestamps: times in the prompt of a video: those of its frames, or (``stock``) one second
+            a frame from 0, whatever the video.
+        outer_tokens: the vision start and end token that the chat template puts around a video,
+            which has tokens of its own there: ``remove`` or (``stock``) leave them.
+        processor_kwargs: ``honour`` ``min_pixels``, ``max_pixels``, ``total_max_pixels`` and
+            ``size`` in ``mm_processor_kwargs`` and refuse what is unknown, or (``stock``) ignore
+            all of them.
+        once: stills are written once instead of for every frame of a patch, and the weights of the
+            patch embedding are added up to match; sums round in another order.
+        host_resize_ratio: pixels of a source over those of its target above which the API process
+            resizes, >= 0; below, the model's process does.
+    """
+
+    backend: str = "auto"
+    mean_std: str = "checkpoint"
+    timestamps: str = "frames"
+    outer_tokens: str = "remove"
+    processor_kwargs: str = "honour"
+    once: bool = False
+    host_resize_ratio: float = 4.0
+
+
+_VALUES: dict[str, Validator] = {
+    "backend": one_of(PIXEL_BACKENDS),
+    "mean_std": one_of(MEAN_STD_SOURCES),
+    "timestamps": one_of(TIMESTAMP_SOURCES),
+    "outer_tokens": one_of(OUTER_TOKENS),
+    "processor_kwargs": one_of(PROCESSOR_KWARGS),
+    "once": boolean,
+    "host_resize_ratio": number(least=0),
+}
+
+
+def parse_vision(where: str, raw: object) -> VisionConfig:
+    """The settings of the section ``where``.
+
+    Raises:
+        ConfigError: unknown key, wrong type, value out of range.
+    """
+    return VisionConfig(**section(where, raw, _VALUES))

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM symbols that feature vision relies on."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from mimo_plugin.contracts.row import Contract, call, class_, replaced
+
+_VISION = ("vision",)
+_call = partial(call, features=_VISION)
+_class = partial(class_, features=_VISION)
+_name = partial(replaced, features=_VISION)
+
+_OMNI = "model_executor.models.mimo_v2_omni"
+_CORE = "transformers_utils.processors.mimo_v2_omni"
+_PROCESSOR = "multimodal.processing.processor"
+_PROCESSING = "multimodal.processing"
+
+_CONFIG_ROWS = (
+    _class(
+        "config.vllm",
+        "VllmConfig",
+        "what the engine is for, and where",
+        has="device_config ec_transfer_config model_config parallel_config",
+    ),
+    _class(
+        "config.model",
+        "ModelConfig",
+        "the model's configuration carries the feature's set-up, its architecture names the class",
+        has="architectures dtype hf_config model model_impl multimodal_config revision",
+    ),
+    _class(
+        "config.multimodal",
+        "MultiModalConfig",
+        "what media are admitted, and how the engine is to process them",
+        has="get_limit_per_prompt get_mm_processor_device_type language_model_only "
+        "mm_encoder_only mm_processor_kwargs",
+    ),
+    _class(
+        "config.ec_transfer",
+        "ECTransferConfig",
+        "instances that exchange embeddings are refused",
+        has="ec_role is_encode_only",
+    ),
+    _class("config.device", "DeviceConfig", "where pixels are made", has="device_type"),
+    _class(
+        "config.parallel",
+        "ParallelConfig",
+        "every engine has counters of its own",
+        has="data_parallel_rank",
+    ),
+    _call(
+        "transformers_utils.repo_utils",
+        "get_hf_file_to_dict",
+        "reads preprocessor_config.json",
+        first="file_name model revision",
+    ),
+)
+
+_MODEL_ROWS = (
+    _name("model_executor.models", "ModelRegistry", "makes the model class known"),
+    _call(
+        "model_executor.models.registry",
+        "_ModelRegistry.register_model",
+        "makes the model class known",
+        first="model_arch model_cls",
+    ),
+    _class(
+        "model_executor.models.registry",
+        "_ModelRegistry",
+        "whether the model class is known",
+        has="models",
+    ),
+    _name(
+        "model_executor.model_loader.utils",
+        "_MODEL_ARCH_BY_HASH",
+        "the class is found by the architectures in the model's configuration",
+    ),
+    _class(
+        _OMNI,
+        "MiMoV2OmniForCausalLM",
+        "base of the model class",
+        has="embed_multimodal visual",
+    ),
+    _call(
+        _OMNI,
+        "MiMoV2OmniForCausalLM._parse_and_validate_image_input",
+        "reads patch rows under pixel_values",
+        closed=False,
+    ),
+    _call(
+        _OMNI,
+        "MiMoV2OmniForCausalLM._parse_and_validate_video_input",
+        "reads patch rows under pixel_values_videos",
+        closed=False,
+    ),
+    _class(_OMNI, "MiMoVisionTransformer", "dtype of the rows", has="dtype patch_embed"),
+    _class(_OMNI, "MiMoVisionPatchEmbed", "base of the embedding of stills that come once"),
+    _class(
+        "model_executor.models.qwen2_5_vl",
+        "Qwen2_5_VisionPatchEmbed",
+        "weights of the patch embedding",
+        has="forward proj",
+    ),
+    _name("multimodal", "MULTIMODAL_REGISTRY", "gives the model class its processor"),
+    _call(
+        "multimodal.registry",
+        "MultiModalRegistry.register_processor",
+        "gives the model class its processor",
+        first="processor",
+        named="info dummy_inputs",
+    ),
+)
+
+_PROCESSOR_ROWS = (
+    _class(
+        _OMNI,
+        "MiMoV2OmniMultiModalProcessor",
+        "base of the processor",
+        has="_get_hf_mm_inputs _get_mm_fields_config _get_prompt_updates",
+    ),
+    _class(
+        _OMNI,
+        "MiMoV2OmniProcessingInfo",
+        "base of what the processor knows of the model",
+        has="get_data_parser get_hf_config get_hf_processor",
+    ),
+    _class(_OMNI, "MiMoV2OmniDummyInputsBuilder", "makes the inputs of the profile run"),
+    _class(
+        _OMNI,
+        "MiMoV2OmniMultiModalDataParser",
+        "base of the parser that keeps the metadata of videos",
+    ),
+    _class(
+        "multimodal.parse",
+        "MultiModalDataParser",
+        "keeps the metadata of videos where it is told so",
+        has="_get_video_with_metadata video_needs_metadata",
+    ),
+    _call(
+        "multimodal.parse",
+        "MultiModalDataParser._get_video_with_metadata",
+        "frames that come without metadata get an empty one",
+        first="video",
+        accepts="",
+    ),
+    *(
+        _name(_PROCESSING, name, "the base of processors, and what they say about prompts")
+        for name in ("BaseMultiModalProcessor", "PromptReplacement", "PromptUpdateDetails")
+    ),
+    _class(
+        _PROCESSOR,
+        "BaseMultiModalProcessor",
+        "base of all processors",
+        has="_call_hf_processor _get_hf_mm_inputs _get_mm_fields_config _get_prompt_updates info",
+    ),
+    _call(
+        _PROCESSOR,
+        "BaseMultiModalProcessor._get_hf_mm_inputs",
+        "hands over the media as they were decoded",
+        first="mm_items hf_kwargs",
+        accepts="",
+    ),
+    _call(
+        _PROCESSOR,
+        "BaseMultiModalProcessor._call_hf_processor",
+        "images and videos are packed in its place",
+        first="hf_data hf_kwargs",
+        accepts="",
+    ),
+    _call(
+        _OMNI,
+        "MiMoV2OmniMultiModalProcessor._get_mm_fields_config",
+        "says how fields are cut into items",
+        first="hf_inputs hf_processor_mm_kwargs",
+        accepts="",
+    ),
+    _call(
+        _OMNI,
+        "MiMoV2OmniMultiModalProcessor._get_prompt_updates",
+        "says what replaces the placeholders",
+        first="mm_items hf_processor_mm_kwargs out_mm_kwargs",
+        accepts="",
+    ),
+    _class(_PROCESSOR, "PromptUpdateDetails", "tokens and mask of a video", has="full is_embed"),
+    _class(
+        _PROCESSOR,
+        "PromptReplacement",
+        "what replaces the placeholder of a video",
+        has="modality replacement target",
+    ),
+    _call(
+        "multimodal.processing.context",
+        "InputProcessingContext.get_merged_mm_kwargs",
+        "settings of engine and request together",
+        first="kwargs",
+    ),
+    _call(
+        "multimodal.inputs",
+        "MultiModalFieldConfig.flat_from_sizes",
+        "cuts packed pixels into items",
+        first="modality size_per_item",
+    ),
+    _call(
+        "multimodal.inputs",
+        "MultiModalFieldConfig.batched",
+        "a line of sizes, or the times, for each item",
+        first="modality",
+        named="keep_on_cpu",
+    ),
+    _class(
+        "multimodal.inputs",
+        "MultiModalFieldConfig",
+        "how fields are cut into items",
+        has="batched flat_from_sizes",
+    ),
+    _call(_CORE, "_format_timestamp", "writes the time of a frame", first="ts"),
+    _class(
+        _CORE,
+        "MiMoVLProcessor",
+        "ids of the tokens around media",
+        has="merge_size video_end_token_id video_start_token_id video_token_id "
+        "vision_end_token_id vision_start_token_id",
+    ),
+    _class(_CORE, "MiMoOmniProcessor", "holds the ids of tokens", has="mimo_processor"),
+)
+
+VISION_ROWS: tuple[Contract, ...] = (*_CONFIG_ROWS, *_MODEL_ROWS, *_PROCESSOR_ROWS)
+"""Every row of feature vision."""

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does the vision feature fit this model and these engine settings?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mimo_plugin.core.pixels import PixelError
+from mimo_plugin.engines.vllm.vision.configure import setup_from
+from mimo_plugin.engines.vllm.vision.limits import check_kwargs
+from mimo_plugin.engines.vllm.vision.names import (
+    ARCHITECTURE,
+    QWEN_ARCHITECTURES,
+    STOCK_ARCHITECTURE,
+)
+from mimo_plugin.kernels.preprocess.dispatch import BackendError, chosen_backend
+
+_LEAVE_OUT = "fix: leave vision out of --plugin mimo:…"
+
+
+def unused(vllm_config: Any) -> bool:
+    """Whether nothing here takes images: a plain ``--plugin mimo`` then leaves it out silently."""
+    names = vllm_config.model_config.architectures or []
+    multimodal = vllm_config.model_config.multimodal_config
+    return STOCK_ARCHITECTURE not in names or multimodal is None or _text_only(multimodal)
+
+
+def why_not(vllm_config: Any) -> str | None:
+    """Reason, with its fix, why the feature can't run with this configuration; None if it can."""
+    return _why_model(vllm_config) or _why_engine(vllm_config) or _why_pixels(vllm_config)
+
+
+def _text_only(multimodal: Any) -> bool:
+    """Whether neither images nor videos are admitted."""
+    if multimodal.language_model_only:
+        return True
+    limits = (multimodal.get_limit_per_prompt(kind) for kind in ("image", "video"))
+    return not any(limits)
+
+
+def _why_model(vllm_config: Any) -> str | None:
+    model_config = vllm_config.model_config
+    names = list(model_config.architectures or [])
+    if any(name in QWEN_ARCHITECTURES for name in names):
+        return (
+            f"the model is {', '.join(names)}, whose processor has no adapter in this version; "
+            f"needed: {STOCK_ARCHITECTURE}; {_LEAVE_OUT}"
+        )
+    if STOCK_ARCHITECTURE not in names:
+        return (
+            f"the model is {', '.join(names) or 'unknown'}, which takes no images as MiMo does; "
+            f"needed: {STOCK_ARCHITECTURE}; {_LEAVE_OUT}"
+        )
+    found = list(getattr(model_config.hf_config, "architectures", None) or [])
+    if not {STOCK_ARCHITECTURE, ARCHITECTURE}.intersection(found):
+        return (
+            f"the configuration names {', '.join(found) or 'no architecture'}; needed: "
+            f"{STOCK_ARCHITECTURE}; fix: leave out the plugin that replaces it"
+        )
+    if str(model_config.model_impl) in ("transformers", "terratorch"):
+        return (
+            f"--model-impl is {model_config.model_impl}, which has another processor; needed: "
+            "auto or vllm; fix: drop the option"
+        )
+    multimodal = model_config.multimodal_config
+    if multimodal is None or _text_only(multimodal):
+        return f"this engine admits neither images nor videos; {_LEAVE_OUT}"
+    return None
+
+
+def _why_engine(vllm_config: Any) -> str | None:
+    multimodal = vllm_config.model_config.multimodal_config
+    device = multimodal.get_mm_processor_device_type()
+    if device not in (None, "cpu"):
+        return (
+            f"the multi-modal processor is to run on {device!r}, but the feature hands pixels to "
+            "the model's process and works there; fix: drop --mm-processor-device, or "
+            '"device" from --mm-processor-kwargs'
+        )
+    transfer = vllm_config.ec_transfer_config
+    if transfer is not None:
+        role = "encode-only" if transfer.is_encode_only else transfer.ec_role
+        return (
+            f"this is an {role} instance with an EC connector, whose embeddings other instances "
+            "use under keys that do not say how pixels were made; not served in this version; "
+            f"{_LEAVE_OUT}"
+        )
+    if multimodal.mm_encoder_only:
+        return (
+            "--mm-encoder-only makes this an encode-only instance, which is not served in this "
+            f"version; {_LEAVE_OUT}"
+        )
+    return None
+
+
+def _why_pixels(vllm_config: Any) -> str | None:
+    """The checkpoint's rule, the processor settings of the engine, and the kernel's backend."""
+    from mimo_plugin.engines.vllm.register import config_from
+
+    config = config_from(vllm_config)
+    assert config is not None
+    multimodal = vllm_config.model_config.multimodal_config
+    try:
+        setup_from(vllm_config, config)
+    except PixelError as error:
+        return f"{error}; fix: correct the checkpoint's config.json or preprocessor_config.json"
+    try:
+        if config.vision.processor_kwargs == "honour":
+            check_kwargs(multimodal.mm_processor_kwargs or {})
+    except PixelError as error:
+        return f"{error}; fix: correct --mm-processor-kwargs"
+    try:
+        chosen_backend(vllm_config.device_config.device_type, config.vision.backend)
+    except BackendError as error:
+        return str(error)
+    return None

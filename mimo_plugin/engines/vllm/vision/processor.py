@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests with images and videos: from decoded media to what travels to the model.
+
+vLLM's own processor for MiMo turns pixels into float patch rows here, in the API process. This one
+hands them over as bytes. What concerns sounds and precomputed embeddings is upstream's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import BatchFeature
+from vllm.model_executor.models.mimo_v2_omni import (
+    MiMoV2OmniMultiModalDataParser,
+    MiMoV2OmniMultiModalProcessor,
+    MiMoV2OmniProcessingInfo,
+)
+from vllm.multimodal.inputs import MultiModalFieldConfig
+from vllm.multimodal.processing import (
+    BaseMultiModalProcessor,
+    PromptReplacement,
+    PromptUpdateDetails,
+)
+from vllm.transformers_utils.processors.mimo_v2_omni import _format_timestamp
+
+from mimo_plugin.core.pixels import PixelError
+from mimo_plugin.engines.vllm.vision.limits import limits_of
+from mimo_plugin.engines.vllm.vision.packing import (
+    SIZES,
+    Packed,
+    image_frames,
+    pack,
+    video_frames,
+)
+from mimo_plugin.engines.vllm.vision.report import REPORT
+from mimo_plugin.engines.vllm.vision.setup import VisionSetup, setup_of
+from mimo_plugin.engines.vllm.vision.timing import (
+    VideoTokens,
+    frame_times_s,
+    patch_times_s,
+    stock_times_s,
+    video_prompt,
+)
+
+logger = logging.getLogger("vllm.mimo_plugin")
+
+_BYTES = SIZES.index("bytes")
+
+
+class MetadataParser(MiMoV2OmniMultiModalDataParser):  # type: ignore[misc]
+    """Keeps the metadata of videos, which upstream drops for this model."""
+
+    def _get_video_with_metadata(self, video: Any) -> tuple[Any, dict[str, Any]]:
+        """Frames and metadata; empty where frames came without."""
+        frames, metadata = super()._get_video_with_metadata(video)
+        return frames, {} if metadata is None else metadata
+
+
+class MimoOmniInfo(MiMoV2OmniProcessingInfo):  # type: ignore[misc]
+    """Upstream's, with a parser that keeps the metadata of videos."""
+
+    def get_data_parser(self) -> Any:
+        """Upstream's parser with its arguments, as an object of our class."""
+        parser = super().get_data_parser()
+        parser.__class__ = MetadataParser
+        parser.video_needs_metadata = True
+        return parser
+
+
+class MimoOmniProcessor(MiMoV2OmniMultiModalProcessor):  # type: ignore[misc]
+    """Packs pixels; see the module."""
+
+    @property
+    def setup(self) -> VisionSetup:
+        """The engine's set-up."""
+        found: VisionSetup | None = getattr(self, "_setup", None)
+        if found is None:
+            found = self._setup = setup_of(self.info.get_hf_config())
+        return found
+
+    def _get_hf_mm_inputs(self, mm_items: Any, hf_kwargs: Mapping[str, object]) -> Any:
+        """The media as they were decoded: upstream's class makes floats of all frames here."""
+        return BaseMultiModalProcessor._get_hf_mm_inputs(self, mm_items, hf_kwargs)
+
+    def _call_hf_processor(
+        self, hf_data: Mapping[str, object], hf_kwargs: Mapping[str, object]
+    ) -> Any:
+        """Fields of images and videos by us, of everything else by upstream.
+
+        Raises:
+            PixelError: a request that can't be served; a ValueError, so a client error.
+        """
+        rest = dict(hf_data)
+        if "video_audio" in rest:
+            raise PixelError(
+                "a video interleaved with its sound is not served with the feature vision; fix: "
+                "send both apart, or leave vision out of --plugin mimo:…"
+            )
+        images: Any = rest.pop("images", None)
+        videos: Any = rest.pop("videos", None)
+        fields = BatchFeature(data={})
+        if rest.keys() - {"text"}:
+            fields.update(super()._call_hf_processor(rest, hf_kwargs))
+        kwargs = self.info.ctx.get_merged_mm_kwargs(hf_kwargs)
+        with REPORT.packing():
+            if images is not None:
+                fields.update(self._image_fields(_listed(images), kwargs))
+            if videos is not None:
+                fields.update(self._video_fields(_listed(videos), kwargs))
+        return fields
+
+    def _image_fields(self, images: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        packed = self._pack("image", map(image_frames, images), kwargs)
+        return self._pixel_fields("image", packed)
+
+    def _video_fields(self, videos: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        pairs = [video if isinstance(video, tuple) else (video, {}) for video in videos]
+        packed = self._pack("video", (video_frames(frames) for frames, _ in pairs), kwargs)
+        fields = self._pixel_fields("video", packed)
+        patch = self.setup.spec.temporal_patch_size
+        steps_s, starts_s, times = [], [], []
+        for one, (_, metadata) in zip(packed, pairs, strict=True):
+            times_s = self._times_s(one.item.frames, metadata)
+            gap_s = times_s[1] - times_s[0] if len(times_s) > 1 else 0.0
+            steps_s.append(patch * (gap_s if gap_s > 0 else 1.0))
+            starts_s.append(times_s[0])
+            times.append(torch.tensor(patch_times_s(times_s, patch), dtype=torch.float64))
+        fields["second_per_grid_ts"] = torch.tensor(steps_s, dtype=torch.float32)
+        fields["video_start_times"] = torch.tensor(starts_s, dtype=torch.float32)
+        fields["video_patch_times"] = times
+        return fields
+
+    def _times_s(self, frames: int, metadata: Mapping[str, Any]) -> tuple[float, ...]:
+        known = None
+        if self.setup.config.timestamps == "frames":
+            known = frame_times_s(frames, metadata)
+        return stock_times_s(frames) if known is None else known
+
+    def _pack(self, kind: str, media: Iterable[Any], kwargs: Mapping[str, Any]) -> list[Packed]:
+        """Pack media of one kind; those that are refused are counted."""
+        setup = self.setup
+        try:
+            limits = limits_of(setup, kwargs, kind)
+            once = kind == "image" and setup.config.once
+            dtype = self.info.ctx.model_config.dtype
+            packed = [pack(frames, setup, limits, dtype, once=once) for frames in media]
+        except PixelError:
+            REPORT.refused(kind)
+            raise
+        for one in packed:
+            REPORT.packed(kind, one.rows, one.data.numel())
+        return packed
+
+    @staticmethod
+    def _pixel_fields(kind: str, packed: Sequence[Packed]) -> dict[str, Any]:
+        data = [one.data for one in packed]
+        return {
+            f"{kind}_pixels": data[0] if len(data) == 1 else torch.cat(data),
+            f"{kind}_sizes": torch.tensor([one.sizes for one in packed], dtype=torch.int64),
+            f"{kind}_grid_thw": torch.tensor([one.grid for one in packed], dtype=torch.int32),
+        }
+
+    def _get_mm_fields_config(
+        self, hf_inputs: Any, hf_processor_mm_kwargs: Mapping[str, object]
+    ) -> dict[str, Any]:
+        """How the fields are cut into items: upstream's, and ours beside them."""
+        config = dict(super()._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs))
+        for kind in ("image", "video"):
+            sizes = hf_inputs.get(f"{kind}_sizes")
+            if sizes is not None:
+                config[f"{kind}_pixels"] = MultiModalFieldConfig.flat_from_sizes(
+                    kind, sizes[:, _BYTES]
+                )
+                config[f"{kind}_sizes"] = MultiModalFieldConfig.batched(kind, keep_on_cpu=True)
+        if "video_patch_times" in hf_inputs:
+            config["video_patch_times"] = MultiModalFieldConfig.batched("video", keep_on_cpu=True)
+        return config
+
+    def _get_prompt_updates(
+        self,
+        mm_items: Any,
+        hf_processor_mm_kwargs: Mapping[str, Any],
+        out_mm_kwargs: Any,
+    ) -> Sequence[Any]:
+        """Tokens that replace the placeholders: upstream's, for videos with our fixes."""
+        updates = super()._get_prompt_updates(mm_items, hf_processor_mm_kwargs, out_mm_kwargs)
+        core = self.info.get_hf_processor().mimo_processor
+        tokens = VideoTokens(
+            video_start=core.video_start_token_id,
+            video_end=core.video_end_token_id,
+            vision_start=core.vision_start_token_id,
+            vision_end=core.vision_end_token_id,
+            video_pad=core.video_token_id,
+        )
+        tokenizer = self.info.get_tokenizer()
+
+        def label(time_s: float) -> list[int]:
+            text = _format_timestamp(time_s)
+            return list(tokenizer.encode(text, add_special_tokens=False))
+
+        def replacement(index: int) -> Any:
+            item = out_mm_kwargs["video"][index]
+            _, height, width = item["video_grid_thw"].data.tolist()
+            times_s = item["video_patch_times"].data.tolist()
+            per_patch = height * width // core.merge_size**2
+            full, embeds = video_prompt(times_s, per_patch, tokens, label)
+            mask = torch.tensor(embeds)
+            return PromptUpdateDetails(full=full, is_embed=lambda _: mask)
+
+        bare = [tokens.video_pad]
+        outer = [tokens.vision_start, *bare, tokens.vision_end]
+        # With the pair removed, a prompt that has the bare placeholder is served all the same.
+        targets = [bare] if self.setup.config.outer_tokens == "stock" else [outer, bare]
+        return [
+            *(update for update in updates if update.modality != "video"),
+            *(
+                PromptReplacement(modality="video", target=target, replacement=replacement)
+                for target in targets
+            ),
+        ]
+
+
+def _listed(media: Any) -> Sequence[Any]:
+    return media if isinstance(media, (list, tuple)) else [media]

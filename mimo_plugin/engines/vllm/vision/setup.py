@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the feature runs with: the checkpoint's pixel rule, its limits, and the settings.
+
+It is resolved once, where the engine is configured, and travels in the model's configuration:
+the processor of requests and the model, in other processes, read the same values.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from mimo_plugin.config_vision import VisionConfig
+from mimo_plugin.core.pixels import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    PixelError,
+    PixelSpec,
+    mimo_spec,
+)
+from mimo_plugin.engines.vllm.vision.names import SETUP_KEY
+
+# Limits of videos in tokens where the configuration has none; as vLLM's MiMo processor.
+_MIN_TOKENS, _MAX_TOKENS, _TOTAL_TOKENS = 4, 4096, 16384
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionSetup:
+    """One engine's pixel rule.
+
+    Attributes:
+        spec: how pixels are wanted; its limits are those of images.
+        video_min_pixels: the fewest pixels of a frame.
+        video_max_pixels: the most pixels of a frame.
+        video_total_max_pixels: the most pixels of all temporal patches of a video.
+        config: the user's settings.
+        engine_token: random; the same in all processes of one engine and in no other.
+    """
+
+    spec: PixelSpec
+    video_min_pixels: int
+    video_max_pixels: int
+    video_total_max_pixels: int
+    config: VisionConfig
+    engine_token: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able; :meth:`from_dict` makes an equal object of it."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> VisionSetup:
+        """The object of :meth:`to_dict`, whether or not JSON was in between."""
+        spec = {**raw["spec"], "mean": tuple(raw["spec"]["mean"]), "std": tuple(raw["spec"]["std"])}
+        return cls(
+            **{**raw, "spec": PixelSpec(**spec), "config": VisionConfig(**raw["config"])},
+        )
+
+
+def resolve_setup(
+    config: VisionConfig, model: Mapping[str, Any], preprocessor: Mapping[str, Any]
+) -> VisionSetup:
+    """The set-up of a checkpoint.
+
+    Args:
+        config: the user's settings.
+        model: its ``config.json``.
+        preprocessor: its ``preprocessor_config.json``, empty when there is none.
+
+    Raises:
+        PixelError: a value of the checkpoint is missing or out of range.
+    """
+    spec = mimo_spec(model, preprocessor)
+    if config.mean_std == "stock":
+        spec = replace(spec, mean=IMAGENET_MEAN, std=IMAGENET_STD)
+    limits = model.get("processor_config") or {}
+    token_pixels = spec.factor**2
+    values: dict[str, Any] = {
+        name: limits.get(name) or tokens * token_pixels
+        for name, tokens in (
+            ("video_min_pixels", _MIN_TOKENS),
+            ("video_max_pixels", _MAX_TOKENS),
+            ("video_total_max_pixels", _TOTAL_TOKENS),
+        )
+    }
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise PixelError(
+                f"processor_config.{name}: found {value!r}; allowed: a whole number above 0"
+            )
+    return VisionSetup(spec=spec, config=config, **values)
+
+
+def setup_of(hf_config: Any) -> VisionSetup:
+    """The set-up that the configuring process wrote into the model's configuration.
+
+    Raises:
+        PixelError: there is none, so this model class was chosen by hand.
+    """
+    raw = getattr(hf_config, SETUP_KEY, None)
+    if not isinstance(raw, Mapping):
+        raise PixelError(
+            f"model configuration: found no {SETUP_KEY}; needed: what the feature vision writes; "
+            "fix: start with --plugin mimo:vision instead of naming the architecture"
+        )
+    return VisionSetup.from_dict(raw)

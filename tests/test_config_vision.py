@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of the feature ``vision``: what is accepted, what is refused and with which line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from mimo_plugin import config as cfg
+from mimo_plugin.config_vision import PIXEL_BACKENDS, VisionConfig
+from mimo_plugin.core.pixels import HOST_RESIZE_RATIO
+from mimo_plugin.errors import ConfigError
+from mimo_plugin.kernels.preprocess import dispatch
+
+FULL = {
+    "backend": "cpu",
+    "mean_std": "stock",
+    "timestamps": "stock",
+    "outer_tokens": "stock",
+    "processor_kwargs": "stock",
+    "once": True,
+    "host_resize_ratio": 0.0,
+}
+
+
+def parse(section):
+    return cfg.parse_config({"vision": section}, environ={})
+
+
+def refused(section) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse(section)
+    text = str(caught.value)
+    assert "\n" not in text and "allowed:" in text and "fix:" in text
+    return text
+
+
+def test_defaults():
+    config = parse({})
+    assert config.features == config.named == ("vision",)
+    assert config.vision == VisionConfig()
+    assert VisionConfig().host_resize_ratio == HOST_RESIZE_RATIO
+
+
+def test_every_setting_is_parsed():
+    assert set(FULL) == {field.name for field in dataclasses.fields(VisionConfig)}
+    assert parse(FULL).vision == VisionConfig(**FULL)
+
+
+def test_backends_are_those_of_the_kernels():
+    assert PIXEL_BACKENDS == dispatch.BACKENDS
+
+
+def test_settings_survive_the_way_to_other_processes():
+    config = parse(FULL)
+    assert cfg.parse_config(json.loads(json.dumps(config.to_dict())), environ={}) == config
+
+
+@pytest.mark.parametrize(
+    ("key", "allowed", "values"),
+    [
+        ("backend", "auto, triton, cpu, reference", ["gpu", None, 1, ["cpu"]]),
+        ("mean_std", "checkpoint, stock", ["clip", None, True]),
+        ("timestamps", "frames, stock", ["real", None]),
+        ("outer_tokens", "remove, stock", [False, ""]),
+        ("processor_kwargs", "honour, stock", ["ignore", None]),
+        ("once", "true or false", [0, 1, "true", None]),
+        ("host_resize_ratio", "a number >= 0", [-1, math.nan, math.inf, "4", None, True]),
+    ],
+)
+def test_bad_values_name_setting_value_and_range(key, allowed, values):
+    for value in values:
+        text = refused({key: value})
+        assert f"mimo.vision.{key}" in text and allowed in text
+
+
+def test_an_unknown_key_gets_the_nearest():
+    assert "did you mean 'mean_std'?" in refused({"mean_sdt": "stock"})
