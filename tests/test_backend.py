@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mimo_plugin.engines.vllm.kv.backend import FLASH, TRITON, why_backend_unsafe
+from mimo_plugin.engines.vllm.vision.names import ARCHITECTURE as VISION_ARCHITECTURE
 from tools import tiny_mimo
 
 
@@ -84,6 +85,11 @@ def test_version_3_with_sinks_is_refused_also_when_nobody_asked(backend: str | N
     assert "sliding-window layers" in said and "version 4" in said
     assert f"--attention-backend {TRITON}" in said
     assert "\n" not in said
+
+
+def test_a_class_of_ours_is_known_as_upstream_s() -> None:
+    said = reason(config(architecture=VISION_ARCHITECTURE, backend=FLASH), only(3))
+    assert said is not None and said == reason(config(backend=FLASH), only(3))
 
 
 def test_version_3_without_sinks_is_fine() -> None:

@@ -72,3 +72,15 @@ def test_only_what_upstream_knows_reaches_it(monkeypatch):
     assert list(seen) == ["audio_features", "pixel_values", "image_grid_thw"]
     assert seen["pixel_values"].dtype == torch.bfloat16
     assert seen["pixel_values"].shape == (int(grid.prod()), 3 * 2 * 256)
+
+
+def test_the_class_goes_by_upstream_s_name():
+    """V1's proposer of drafts knows multi-modal targets by it, and refuses others."""
+    from vllm.model_executor.models.mimo_v2_omni import MiMoV2OmniForCausalLM
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+    from mimo_plugin.engines.vllm.vision.model import MimoOmniForCausalLM
+
+    made = MimoOmniForCausalLM.__new__(MimoOmniForCausalLM)
+    name = SpecDecodeBaseProposer.get_model_name(None, made)
+    assert name == MiMoV2OmniForCausalLM.__name__ and type(made) is not MiMoV2OmniForCausalLM

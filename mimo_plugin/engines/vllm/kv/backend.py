@@ -21,7 +21,8 @@ from typing import Any
 
 FLASH = "FLASH_ATTN_DIFFKV"
 TRITON = "TRITON_ATTN_DIFFKV"
-_ARCHITECTURE_PREFIX = "MiMoV2"
+_ARCHITECTURE_PREFIXES = ("MiMoV2", "MimoPlugin")
+"""Of vLLM's classes, and of ours that stand in for them."""
 
 #: FlashAttention version for (key width, value width, has sinks); None: none on this device
 FlashVersion = Callable[[int, int, bool], int | None]
@@ -91,7 +92,7 @@ def unequal_kinds(vllm_config: Any) -> tuple[LayerKind, ...]:
     """The model's layer kinds whose keys and values differ in width; () for other models."""
     config = vllm_config.model_config.hf_text_config
     architectures = getattr(vllm_config.model_config.hf_config, "architectures", None) or ()
-    if not any(str(name).startswith(_ARCHITECTURE_PREFIX) for name in architectures):
+    if not any(str(name).startswith(_ARCHITECTURE_PREFIXES) for name in architectures):
         return ()
     pattern = getattr(config, "hybrid_layer_pattern", None) or ()
     kinds = []

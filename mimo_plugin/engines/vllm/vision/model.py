@@ -17,6 +17,7 @@ from vllm.model_executor.models.mimo_v2_omni import (
 )
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
+from mimo_plugin.engines.vllm.vision.names import STOCK_ARCHITECTURE
 from mimo_plugin.engines.vllm.vision.packing import unpack
 from mimo_plugin.engines.vllm.vision.processor import MimoOmniInfo, MimoOmniProcessor
 from mimo_plugin.engines.vllm.vision.report import REPORT
@@ -88,3 +89,8 @@ class MimoOmniForCausalLM(MiMoV2OmniForCausalLM):  # type: ignore[misc]
                 once=kind == "image" and setup.config.once,
             )
         return rows
+
+
+# vLLM's first model runner finds out by the name of the class where a model that drafts keeps its
+# image token.
+MimoOmniForCausalLM.__name__ = STOCK_ARCHITECTURE
