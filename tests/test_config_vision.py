@@ -6,14 +6,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from functools import partial
 
 import pytest
 
 from mimo_plugin import config as cfg
 from mimo_plugin.config_vision import PIXEL_BACKENDS, VisionConfig
 from mimo_plugin.core.pixels import HOST_RESIZE_RATIO
-from mimo_plugin.errors import ConfigError
 from mimo_plugin.kernels.preprocess import dispatch
+from tests.config_refusal import parse_section, refusal_of
 
 FULL = {
     "backend": "cpu",
@@ -26,16 +27,8 @@ FULL = {
 }
 
 
-def parse(section):
-    return cfg.parse_config({"vision": section}, environ={})
-
-
-def refused(section) -> str:
-    with pytest.raises(ConfigError) as caught:
-        parse(section)
-    text = str(caught.value)
-    assert "\n" not in text and "allowed:" in text and "fix:" in text
-    return text
+parse = partial(parse_section, "vision")
+refused = partial(refusal_of, "vision")
 
 
 def test_defaults():
