@@ -92,6 +92,15 @@ class Client:
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(lambda prompt: self.complete(prompt, max_tokens), prompts))
 
+    def in_one_request(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int
+    ) -> list[Sequence[int]]:
+        """Tokens of greedy completions of all ``prompts``, sent as one request."""
+        body = {"prompt": [list(prompt) for prompt in prompts], "max_tokens": max_tokens}
+        fixed = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        choices = self.server.post("/v1/completions", {**body, **fixed})["choices"]
+        return [choice["token_ids"] for choice in sorted(choices, key=lambda c: c["index"])]
+
     def reset_prefix_cache(self) -> None:
         """Drop the whole prefix cache (needs the development endpoints)."""
         connection, response = self.server._open("POST", "/reset_prefix_cache", {}, 60.0)
