@@ -22,6 +22,9 @@ MESSAGE_START = 1
 FIRST_TOKEN, LAST_TOKEN = 300, 1000
 
 
+GREEDY = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+
+
 @dataclass(frozen=True)
 class Answer:
     """One request's tokens and how many of its prompt tokens were reused."""
@@ -73,8 +76,7 @@ class Client:
         return answer, self._last_text
 
     def _post(self, path: str, body: dict[str, Any], prompt: list[int] | None) -> Answer:
-        fixed = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
-        reply = self.server.post(path, {**body, **fixed})
+        reply = self.server.post(path, {**body, **GREEDY})
         choice = reply["choices"][0]
         details = reply["usage"]["prompt_tokens_details"] or {}
         answer = Answer(
@@ -97,8 +99,7 @@ class Client:
     ) -> list[Sequence[int]]:
         """Tokens of greedy completions of all ``prompts``, sent as one request."""
         body = {"prompt": [list(prompt) for prompt in prompts], "max_tokens": max_tokens}
-        fixed = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
-        choices = self.server.post("/v1/completions", {**body, **fixed})["choices"]
+        choices = self.server.post("/v1/completions", {**body, **GREEDY})["choices"]
         return [choice["token_ids"] for choice in sorted(choices, key=lambda c: c["index"])]
 
     def reset_prefix_cache(self) -> None:

@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mimo_plugin.core.pixels import MIMO_MAX_TOKENS, MIMO_MIN_TOKENS, MIMO_TOTAL_TOKENS
+
 SPREADS = ("ends", "steps", "time")
 
-# Defaults of MiMo's reference processors, for keys that a checkpoint leaves out; pixel limits are
-# in merged tokens of one frame, and of all frames together.
+# Defaults of MiMo's reference processors, for keys that a checkpoint leaves out.
 _FPS = 2.0
 _MIN_FRAMES, _MAX_FRAMES = 8, 256
-_MIN_TOKENS, _MAX_TOKENS, _TOTAL_MAX_TOKENS = 4, 4096, 16384
 
 
 class VideoError(ValueError):
@@ -133,9 +133,9 @@ def mimo_rules(config: Mapping[str, Any]) -> FrameRules:
         num_frames=given.get("num_frames"),
         min_frames=given.get("min_frames") or _MIN_FRAMES,
         max_frames=given.get("max_frames") or _MAX_FRAMES,
-        min_pixels=given.get("video_min_pixels") or _MIN_TOKENS * unit**2,
-        max_pixels=given.get("video_max_pixels") or _MAX_TOKENS * unit**2,
-        total_max_pixels=given.get("video_total_max_pixels") or _TOTAL_MAX_TOKENS * unit**2,
+        min_pixels=given.get("video_min_pixels") or MIMO_MIN_TOKENS * unit**2,
+        max_pixels=given.get("video_max_pixels") or MIMO_MAX_TOKENS * unit**2,
+        total_max_pixels=given.get("video_total_max_pixels") or MIMO_TOTAL_TOKENS * unit**2,
         temporal_patch_size=size("temporal_patch_size", "temporal_patch_size", 2),
     )
 

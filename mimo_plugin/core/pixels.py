@@ -40,8 +40,9 @@ _QWEN_DEFAULTS: Mapping[str, Any] = {
     "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
 }
 _PIL_BICUBIC = 3
-# MiMo's limits in merged tokens where its configuration has none.
-_MIMO_MIN_TOKENS, _MIMO_MAX_TOKENS = 4, 4096
+MIMO_MIN_TOKENS, MIMO_MAX_TOKENS, MIMO_TOTAL_TOKENS = 4, 4096, 16384
+"""MiMo's limits where its configuration has none, as in vLLM's processor: tokens of an image or a
+frame, at least and at most, and of all temporal patches of a video."""
 
 
 class PixelError(ValueError):
@@ -146,8 +147,8 @@ def mimo_spec(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> Pix
         patch_size=patch,
         merge_size=merge,
         temporal_patch_size=_count_of(vision, "vision_config.temporal_patch_size"),
-        min_pixels=limits.get("image_min_pixels") or _MIMO_MIN_TOKENS * token,
-        max_pixels=limits.get("image_max_pixels") or _MIMO_MAX_TOKENS * token,
+        min_pixels=limits.get("image_min_pixels") or MIMO_MIN_TOKENS * token,
+        max_pixels=limits.get("image_max_pixels") or MIMO_MAX_TOKENS * token,
     )
 
 
@@ -269,9 +270,11 @@ def _scaled(
     return rounded
 
 
-def resize_on_host(source_pixels: int, target_pixels: int) -> bool:
+def resize_on_host(
+    source_pixels: int, target_pixels: int, ratio: float = HOST_RESIZE_RATIO
+) -> bool:
     """Whether so many source pixels are better shrunk before they go to the device."""
-    return source_pixels > HOST_RESIZE_RATIO * target_pixels
+    return source_pixels > ratio * target_pixels
 
 
 def check_item(spec: PixelSpec, item: Item) -> None:

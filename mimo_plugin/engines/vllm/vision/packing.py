@@ -13,7 +13,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from mimo_plugin.core.pixels import CHANNELS, Item, PixelError, PixelSpec, grid_of, target_size
+from mimo_plugin.core.pixels import (
+    CHANNELS,
+    Item,
+    PixelError,
+    PixelSpec,
+    grid_of,
+    patch_rows_of,
+    resize_on_host,
+    target_size,
+)
 from mimo_plugin.engines.vllm.vision.limits import Limits
 from mimo_plugin.engines.vllm.vision.setup import VisionSetup
 from mimo_plugin.kernels.preprocess.dispatch import patch_rows
@@ -68,7 +77,8 @@ def pack(
     )
     item = Item(count, height, width, *target)
     data = torch.from_numpy(np.ascontiguousarray(frames).reshape(-1))
-    on_host = height * width > setup.config.host_resize_ratio * target[0] * target[1]
+    ratio = setup.config.host_resize_ratio
+    on_host = resize_on_host(height * width, target[0] * target[1], ratio)
     if on_host:
         data = _host_rows(data, item, setup, dtype, once)
     return Packed(data, item, on_host, grid_of(spec, item))
@@ -125,7 +135,7 @@ def unpack(data: Any, sizes: Any, spec: PixelSpec, *, dtype: Any, backend: str, 
     made = patch_rows(packed, items, spec, dtype=dtype, backend=backend, once=once)
     if not finished:
         return made
-    counts = [int(np.prod(grid_of(spec, item))) for item in items]
+    counts = [patch_rows_of(spec, item) for item in items]
     parts = iter(made.split(counts))
     return torch.cat([finished[i] if i in finished else next(parts) for i in range(len(lines))])
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -201,13 +202,17 @@ class MimoOmniProcessor(MiMoV2OmniMultiModalProcessor):  # type: ignore[misc]
             text = _format_timestamp(time_s)
             return list(tokenizer.encode(text, add_special_tokens=False))
 
-        def replacement(index: int) -> Any:
+        @cache  # asked for once for each target
+        def expanded(index: int) -> tuple[list[int], Any]:
             item = out_mm_kwargs["video"][index]
             _, height, width = item["video_grid_thw"].data.tolist()
             times_s = item["video_patch_times"].data.tolist()
             per_patch = height * width // core.merge_size**2
             full, embeds = video_prompt(times_s, per_patch, tokens, label)
-            mask = torch.tensor(embeds)
+            return full, torch.tensor(embeds)
+
+        def replacement(index: int) -> Any:
+            full, mask = expanded(index)
             return PromptUpdateDetails(full=full, is_embed=lambda _: mask)
 
         bare = [tokens.video_pad]

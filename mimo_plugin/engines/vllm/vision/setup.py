@@ -16,14 +16,14 @@ from mimo_plugin.config_vision import VisionConfig
 from mimo_plugin.core.pixels import (
     IMAGENET_MEAN,
     IMAGENET_STD,
+    MIMO_MAX_TOKENS,
+    MIMO_MIN_TOKENS,
+    MIMO_TOTAL_TOKENS,
     PixelError,
     PixelSpec,
     mimo_spec,
 )
 from mimo_plugin.engines.vllm.vision.names import SETUP_KEY
-
-# Limits of videos in tokens where the configuration has none; as vLLM's MiMo processor.
-_MIN_TOKENS, _MAX_TOKENS, _TOTAL_TOKENS = 4, 4096, 16384
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +80,9 @@ def resolve_setup(
     values: dict[str, Any] = {
         name: limits.get(name) or tokens * token_pixels
         for name, tokens in (
-            ("video_min_pixels", _MIN_TOKENS),
-            ("video_max_pixels", _MAX_TOKENS),
-            ("video_total_max_pixels", _TOTAL_TOKENS),
+            ("video_min_pixels", MIMO_MIN_TOKENS),
+            ("video_max_pixels", MIMO_MAX_TOKENS),
+            ("video_total_max_pixels", MIMO_TOTAL_TOKENS),
         )
     }
     for name, value in values.items():
