@@ -55,6 +55,18 @@ LONG_CLIP_FRAMES = 401
 
 LETTERS = "AEFHKLTX"
 
+ENCODER_TOKENS = 256
+"""What one step and the encoder hold on the server ``imagenet``: the largest of its images."""
+CONTEXT_TOKENS = 8192
+NARROW = (
+    f"--max-model-len={CONTEXT_TOKENS}",
+    f"--max-num-batched-tokens={ENCODER_TOKENS}",
+    "--max-num-seqs=8",
+    "--limit-mm-per-prompt",
+    '{"image": 2, "video": 0, "audio": 0}',
+    "--trust-request-mm-kwargs",
+)
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
@@ -66,8 +78,13 @@ def vision(**settings):
 
 
 @pytest.fixture(scope="module")
-def clients(serve_module, model):
+def clients(serve_module, model, tmp_path_factory):
     """Clients of the servers of the module, by the names of the fixtures below."""
+    imagenet = tiny_omni.make(
+        tmp_path_factory.mktemp("imagenet"),
+        tiny_omni.TinyOmni(image_mean=(0.485, 0.456, 0.406), image_std=(0.229, 0.224, 0.225)),
+    )
+    room = vision(encoder_cache_tokens="limit")
 
     def client(*arguments, plugin=None):
         return lambda: VisionClient(
@@ -79,6 +96,9 @@ def clients(serve_module, model):
             "stock": client(),
             "unfixed": client(*vision(backend="reference", **STOCK_FIXES), plugin="mimo:vision"),
             "fixed": client(plugin="mimo"),
+            "imagenet": lambda: VisionClient(
+                serve_module(imagenet, *NARROW, *room, plugin="mimo:vision")
+            ),
         }
     )
 
@@ -98,6 +118,12 @@ def unfixed(clients):
 def fixed(clients):
     """The feature as its user starts it, beside the others."""
     return clients["fixed"]
+
+
+@pytest.fixture(scope="module")
+def imagenet(clients):
+    """The feature on a checkpoint with the statistics that stock has built in; a small encoder."""
+    return clients["imagenet"]
 
 
 def requests():
@@ -183,7 +209,7 @@ def test_the_counters_prove_that_the_feature_acted(unfixed):
 # --- the fixes -------------------------------------------------------------------------------
 
 
-def test_mean_and_std_are_the_checkpoint_s(fixed, stock, serve_module, tmp_path_factory):
+def test_mean_and_std_are_the_checkpoint_s(fixed, stock, imagenet):
     """Right value: stock on a checkpoint whose values are ImageNet's, which it has built in.
 
     The answer comes from the fast backend, so this also compares that one with stock's arithmetic.
@@ -193,12 +219,7 @@ def test_mean_and_std_are_the_checkpoint_s(fixed, stock, serve_module, tmp_path_
     assert mine.prompt == theirs.prompt
     assert mine.logprobs != pytest.approx(theirs.logprobs, abs=1e-3)
 
-    imagenet = tiny_omni.make(
-        tmp_path_factory.mktemp("imagenet"),
-        tiny_omni.TinyOmni(image_mean=(0.485, 0.456, 0.406), image_std=(0.229, 0.224, 0.225)),
-    )
-    again = VisionClient(serve_module(imagenet, *ARGUMENTS, plugin="mimo:vision"))
-    answer = served(again.ask(*parts))
+    answer = served(imagenet.ask(*parts))
     assert answer.tokens == theirs.tokens
     assert answer.logprobs == pytest.approx(theirs.logprobs, abs=1e-3)
     log = fixed.server.log_text()
@@ -293,15 +314,35 @@ def test_others_go_on_beside_hostile_input(fixed):
     assert fixed.server.alive()
 
 
-def test_an_item_longer_than_the_context_is_refused(fixed):
+def test_media_longer_than_the_context_are_refused(fixed):
     """Both numbers are said, and the engine goes on."""
-    picture = image_part(noise(2400, 2400, 13))
-    refused = fixed.ask(picture, SHORT, mm_processor_kwargs={"max_pixels": 2400 * 2400})
+    picture = image_part(noise(1500, 1500, 13))
+    refused = fixed.ask(picture, picture, mm_processor_kwargs={"max_pixels": 1500 * 1500})
     assert isinstance(refused, Refused) and refused.status == 400
     assert "4096" in refused.reason
     length = int(re.search(r"[Ii]nput length \((\d+)\)", refused.reason)[1])
-    assert length > (2400 // 32) ** 2
+    assert length > 2 * (1500 // 32) ** 2
     served(fixed.ask(image_part(noise(64, 64, 8)), SHORT))
+
+
+def test_an_item_longer_than_the_encoder_takes_is_refused(imagenet):
+    """B42: both numbers are said, the engine goes on; the context would have room."""
+    picture, small = image_part(noise(1024, 1024, 14)), image_part(noise(64, 64, 8))
+    options = {"mm_processor_kwargs": {"max_pixels": 1024 * 1024}}
+    for refused in (imagenet.ask(picture, SHORT, **options) for _ in range(2)):
+        assert isinstance(refused, Refused) and refused.status == 400
+        assert "1024 embedding tokens" in refused.reason
+        assert f"at most {ENCODER_TOKENS}" in refused.reason
+        served(imagenet.ask(small, SHORT))
+    served(imagenet.ask(picture, SHORT))  # within the checkpoint's limit
+
+
+def test_two_of_the_largest_images_are_held_at_once(imagenet):
+    """B80: the cache has room for what the limits admit, and the log says so."""
+    log = imagenet.server.log_text()
+    assert f"encoder cache of {2 * ENCODER_TOKENS} embeddings" in log
+    assert f"2 of image ({ENCODER_TOKENS} embeddings each, 2 in a prompt)" in log
+    served(imagenet.ask(image_part(noise(512, 512, 15)), image_part(noise(512, 512, 16)), SHORT))
 
 
 # --- refusals at start -----------------------------------------------------------------------

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mimo_plugin.config_values import Validator, boolean, number, one_of, section
+from mimo_plugin.config_values import Validator, boolean, number, one_of, section, whole_or_none
 
 PIXEL_BACKENDS = ("auto", "triton", "cpu", "reference")
 MEAN_STD_SOURCES = ("checkpoint", "stock")
 TIMESTAMP_SOURCES = ("frames", "stock")
 OUTER_TOKENS = ("remove", "stock")
 PROCESSOR_KWARGS = ("honour", "stock")
+CACHE_LIMIT = "limit"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,9 @@ class VisionConfig:
             patch embedding are added up to match; sums round in another order.
         host_resize_ratio: pixels of a source over those of its target above which the API process
             resizes, >= 0; below, the model's process does.
+        encoder_cache_tokens: embeddings that the engine's encoder cache holds, >= 1; ``limit``:
+            room for all media of any one prompt; None: vLLM's size, which has room for one of the
+            largest.
     """
 
     backend: str = "auto"
@@ -43,6 +47,16 @@ class VisionConfig:
     processor_kwargs: str = "honour"
     once: bool = False
     host_resize_ratio: float = 4.0
+    encoder_cache_tokens: int | str | None = None
+
+
+def _cache_tokens(setting: str, value: object) -> int | str | None:
+    """A size in embeddings, ``limit`` or None."""
+    if value == CACHE_LIMIT:
+        return CACHE_LIMIT
+    null = f'"{CACHE_LIMIT}" for room for every prompt, null for vLLM\'s size'
+    found: int | None = whole_or_none(1, "embeddings", null)(setting, value)
+    return found
 
 
 _VALUES: dict[str, Validator] = {
@@ -53,6 +67,7 @@ _VALUES: dict[str, Validator] = {
     "processor_kwargs": one_of(PROCESSOR_KWARGS),
     "once": boolean,
     "host_resize_ratio": number(least=0),
+    "encoder_cache_tokens": _cache_tokens,
 }
 
 

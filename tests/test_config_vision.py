@@ -24,6 +24,7 @@ FULL = {
     "processor_kwargs": "stock",
     "once": True,
     "host_resize_ratio": 0.0,
+    "encoder_cache_tokens": "limit",
 }
 
 
@@ -62,6 +63,7 @@ def test_settings_survive_the_way_to_other_processes():
         ("processor_kwargs", "honour, stock", ["ignore", None]),
         ("once", "true or false", [0, 1, "true", None]),
         ("host_resize_ratio", "a number >= 0", [-1, math.nan, math.inf, "4", None, True]),
+        ("encoder_cache_tokens", "a whole number of embeddings >= 1", [0, 2.5, "all", True, []]),
     ],
 )
 def test_bad_values_name_setting_value_and_range(key, allowed, values):

@@ -22,20 +22,40 @@ _CONFIG_ROWS = (
         "config.vllm",
         "VllmConfig",
         "what the engine is for, and where",
-        has="device_config ec_transfer_config model_config parallel_config",
+        has="device_config ec_transfer_config model_config parallel_config scheduler_config",
     ),
     _class(
         "config.model",
         "ModelConfig",
         "the model's configuration carries the feature's set-up, its architecture names the class",
-        has="architectures dtype hf_config model model_impl multimodal_config revision",
+        has="architectures dtype get_inputs_embeds_size hf_config max_model_len model model_impl "
+        "multimodal_config revision",
     ),
     _class(
         "config.multimodal",
         "MultiModalConfig",
         "what media are admitted, and how the engine is to process them",
         has="get_limit_per_prompt get_mm_processor_device_type language_model_only "
-        "mm_encoder_only mm_processor_kwargs",
+        "limit_per_prompt mm_encoder_only mm_processor_kwargs",
+    ),
+    _class(
+        "config.scheduler",
+        "SchedulerConfig",
+        "the size of the encoder cache is written here, for scheduler and API process",
+        has="encoder_cache_size",
+    ),
+    _class(
+        "multimodal.encoder_budget",
+        "MultiModalBudget",
+        "what the encoder makes and keeps; scheduler and API process size by it",
+        has="encoder_cache_size encoder_compute_budget mm_max_toks_per_item",
+    ),
+    _call(
+        "multimodal.encoder_budget",
+        "MultiModalBudget.__init__",
+        "what the encoder makes and keeps",
+        first="vllm_config mm_registry",
+        named="enable_cache",
     ),
     _class(
         "config.ec_transfer",
@@ -124,7 +144,21 @@ _PROCESSOR_ROWS = (
         _OMNI,
         "MiMoV2OmniProcessingInfo",
         "base of what the processor knows of the model",
-        has="get_data_parser get_hf_config get_hf_processor",
+        has="get_data_parser get_hf_config get_hf_processor get_image_size_with_most_features "
+        "get_max_image_tokens",
+    ),
+    _call(
+        _OMNI,
+        "MiMoV2OmniProcessingInfo.get_image_size_with_most_features",
+        "the largest image, by the limits that count",
+        first="max_pixels",
+        accepts="",
+    ),
+    _call(
+        _OMNI,
+        "MiMoV2OmniProcessingInfo.get_max_image_tokens",
+        "the largest image, by the limits that count",
+        accepts="",
     ),
     _class(_OMNI, "MiMoV2OmniDummyInputsBuilder", "makes the inputs of the profile run"),
     _class(
@@ -153,7 +187,22 @@ _PROCESSOR_ROWS = (
         _PROCESSOR,
         "BaseMultiModalProcessor",
         "base of all processors",
-        has="_call_hf_processor _get_hf_mm_inputs _get_mm_fields_config _get_prompt_updates info",
+        has="_call_hf_processor _get_hf_mm_inputs _get_mm_fields_config _get_prompt_updates "
+        "_postprocess_prompt apply info",
+    ),
+    _call(
+        _PROCESSOR,
+        "BaseMultiModalProcessor.apply",
+        "media that the encoder can't make are refused behind it",
+        first="inputs timing_ctx",
+        accepts="",
+    ),
+    _call(
+        _PROCESSOR,
+        "BaseMultiModalProcessor._postprocess_prompt",
+        "the prompt as it came, also on a patched engine",
+        first="prompt",
+        accepts="",
     ),
     _call(
         _PROCESSOR,

@@ -160,6 +160,25 @@ def test_outer_tokens_go_and_a_bare_placeholder_is_served(processors):
     assert wrapped.startswith("a <|video_start|>") and wrapped.endswith("<|video_end|> b")
 
 
+def test_outer_tokens_are_decided_here_on_a_patched_engine_too(processors, monkeypatch):
+    """The patch of ``patches/vllm`` takes them out in upstream's class."""
+    data = {"video": [movie(2, 64, 64)]}
+
+    def texts():
+        return [decoded(processors[n], run(processors[n], VIDEO, data)) for n in ("stock", "fixed")]
+
+    plain = texts()
+    pad = processors["none"].info.get_tokenizer().get_vocab()["<|video_pad|>"]
+    upstream = type(processors["none"])
+    monkeypatch.setattr(
+        upstream, "_postprocess_prompt", lambda self, prompt: [t for t in prompt if t == pad]
+    )
+    bare = decoded(processors["none"], run(processors["none"], VIDEO, data))
+    assert bare.startswith("<|video_start|>")
+    assert texts() == plain
+    assert plain[0].startswith("<|vision_start|><|video_start|>")
+
+
 def test_two_videos_and_an_image_each_get_their_own_place(processors):
     data = {
         "video": [(movie(2, 64, 64), {"times_s": [7, 8]}), (movie(2, 96, 96), {"times_s": [9, 9]})],

@@ -8,6 +8,7 @@ from typing import Any
 
 from mimo_plugin.config import MimoConfig
 from mimo_plugin.engines.vllm.vision.board import BoardReader, BoardWriter, board_path
+from mimo_plugin.engines.vllm.vision.budget import settle_budget
 from mimo_plugin.engines.vllm.vision.names import ARCHITECTURE, REPLACES, SETUP_KEY
 from mimo_plugin.engines.vllm.vision.report import REPORT
 from mimo_plugin.engines.vllm.vision.setup import VisionSetup, resolve_setup
@@ -46,6 +47,8 @@ def configure(vllm_config: Any, config: MimoConfig) -> None:
     setup = setup_from(vllm_config, config)
     hf_config.update({"architectures": names, SETUP_KEY: setup.to_dict()})
     register()
+    setup = settle_budget(vllm_config, setup)  # asks the processor, which reads the set-up
+    hf_config.update({SETUP_KEY: setup.to_dict()})
     logger.info(
         "mimo vision: mean %s, std %s (of 0..255), from %s; %s, patches of %d pixels",
         _rounded(setup.spec.mean),

@@ -28,6 +28,7 @@ from vllm.multimodal.processing import (
 from vllm.transformers_utils.processors.mimo_v2_omni import _format_timestamp
 
 from mimo_plugin.core.pixels import PixelError
+from mimo_plugin.engines.vllm.vision.budget import check_tokens
 from mimo_plugin.engines.vllm.vision.limits import limits_of
 from mimo_plugin.engines.vllm.vision.packing import (
     SIZES,
@@ -61,7 +62,19 @@ class MetadataParser(MiMoV2OmniMultiModalDataParser):  # type: ignore[misc]
 
 
 class MimoOmniInfo(MiMoV2OmniProcessingInfo):  # type: ignore[misc]
-    """Upstream's, with a parser that keeps the metadata of videos."""
+    """Upstream's, with a parser that keeps the metadata of videos and sizes by our limits."""
+
+    def get_image_size_with_most_features(self, max_pixels: int | None = None) -> Any:
+        """As upstream, by limits that upstream does not read: those under ``images_kwargs``."""
+        setup = setup_of(self.get_hf_config())
+        if max_pixels is None and setup.config.processor_kwargs == "honour":
+            max_pixels = limits_of(setup, self.ctx.get_merged_mm_kwargs({}), "image").max_pixels
+        return super().get_image_size_with_most_features(max_pixels)
+
+    def get_max_image_tokens(self) -> int:
+        """Tokens of that image, which no later step makes smaller."""
+        width, height = self.get_image_size_with_most_features()
+        return int(width * height) // setup_of(self.get_hf_config()).spec.factor ** 2
 
     def get_data_parser(self) -> Any:
         """Upstream's parser with its arguments, as an object of our class."""
@@ -81,6 +94,23 @@ class MimoOmniProcessor(MiMoV2OmniMultiModalProcessor):  # type: ignore[misc]
         if found is None:
             found = self._setup = setup_of(self.info.get_hf_config())
         return found
+
+    def apply(self, inputs: Any, timing_ctx: Any) -> Any:
+        """As upstream; refuses what the encoder can't make, sounds and given embeddings as well.
+
+        Raises:
+            PixelError: a medium has more embeddings than a step of the encoder.
+        """
+        made = super().apply(inputs, timing_ctx)
+        for kind, places in made["mm_placeholders"].items():
+            for place in places:
+                check_tokens(kind, place.get_num_embeds(), self.setup)
+        return made
+
+    def _postprocess_prompt(self, prompt: list[int]) -> list[int]:
+        """The prompt as it came: on a patched engine upstream's class takes out the tokens around
+        videos here, which is for ``outer_tokens`` to decide."""
+        return list(BaseMultiModalProcessor._postprocess_prompt(self, prompt))
 
     def _get_hf_mm_inputs(self, mm_items: Any, hf_kwargs: Mapping[str, object]) -> Any:
         """The media as they were decoded: upstream's class makes floats of all frames here."""

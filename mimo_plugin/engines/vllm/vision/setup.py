@@ -36,6 +36,7 @@ class VisionSetup:
         video_max_pixels: the most pixels of a frame.
         video_total_max_pixels: the most pixels of all temporal patches of a video.
         config: the user's settings.
+        item_tokens: embeddings of one medium that the engine's encoder can make; None: not known.
         engine_token: random; the same in all processes of one engine and in no other.
     """
 
@@ -44,6 +45,7 @@ class VisionSetup:
     video_max_pixels: int
     video_total_max_pixels: int
     config: VisionConfig
+    item_tokens: int | None = None
     engine_token: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def to_dict(self) -> dict[str, Any]:
