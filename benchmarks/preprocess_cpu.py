@@ -4,8 +4,10 @@
 Stock is vLLM's MiMo processor (``vllm.transformers_utils.processors.mimo_v2_omni``) on the CPU with
 PyTorch's default threads; both sides start from decoded uint8 pixels and end with bfloat16 rows, as
 the model takes them. Times are CPU seconds of the whole process (all threads), the least of several
-runs, sides in turn. Errors are against stock. The Qwen part compares 1,000 random sizes with the
-Pillow processor of transformers. Launches and bytes of the GPU kernels follow from their plans.
+runs, sides in turn. Errors are against stock. A 4K image alone and eight of them (user case B79)
+are also timed by the clock on the wall, as a request waits for them. The Qwen part compares 1,000
+random sizes with the Pillow processor of transformers. Launches and bytes of the GPU kernels follow
+from their plans.
 
 Run: ``python -m benchmarks.preprocess_cpu [--quick] [--json PATH]``
 """
@@ -36,6 +38,8 @@ MAX_PIXELS = 2880 * 2880
 #: (height, width); 1024 needs no resize
 SIZES = ((4096, 4096), (3000, 4000), (1080, 1920), (1024, 1024), (333, 517))
 QUICK_SIZES = ((4096, 4096), (1024, 1024))
+#: (height, width) and batches of user case B79
+SIZE_4K, BATCHES_4K = (2160, 3840), (1, 8)
 QWEN_SIZES, QUICK_QWEN_SIZES = 1000, 100
 QWEN_MAX_TOKENS = 64
 SETTLE_S = 0.05
@@ -63,6 +67,18 @@ class Cost:
         return self.stock_s / self.plugin_s
 
 
+@dataclass(frozen=True)
+class Batch:
+    """Seconds for a batch of 4K images, and the largest difference from stock's float32 rows."""
+
+    images: int
+    stock_cpu_s: float
+    plugin_cpu_s: float
+    stock_wall_s: float
+    plugin_wall_s: float
+    max_abs_err_fp32: float
+
+
 class Stock:
     """vLLM's processor, as far as a still goes through it."""
 
@@ -83,23 +99,25 @@ class Stock:
         return rows.to(dtype)
 
 
-def plugin_rows(spec: PixelSpec, image: Any, dtype: Any) -> Any:
-    """The same by the plugin."""
-    height, width, _ = image.shape
+def plugin_rows(spec: PixelSpec, images: Any, dtype: Any) -> Any:
+    """The same by the plugin, for uint8 [H, W, C] or [N, H, W, C]."""
+    height, width, _ = images.shape[-3:]
     item = Item(1, height, width, *target_size(spec, height, width))
-    return cpu.patch_rows(image.view(-1), [item], spec, dtype=dtype)
+    count = len(images) if images.dim() == 4 else 1
+    return cpu.patch_rows(images.view(-1), [item] * count, spec, dtype=dtype)
 
 
-def least_cpu_s(calls: list[Callable[[], Any]], repeats: int) -> list[float]:
-    """Least CPU seconds of the process for each call; the calls take turns."""
-    best = [float("inf")] * len(calls)
+def least_s(calls: list[Callable[[], Any]], repeats: int) -> list[tuple[float, float]]:
+    """Least CPU seconds of the process, and seconds, for each call; the calls take turns."""
+    best = [(float("inf"), float("inf"))] * len(calls)
     for _ in range(repeats):
         for number, call in enumerate(calls):
             # OpenMP's threads spin on after a call, which must not count for the next one.
             time.sleep(SETTLE_S)
-            started = time.process_time()
+            cpu_s, wall_s = time.process_time(), time.perf_counter()
             call()
-            best[number] = min(best[number], time.process_time() - started)
+            cpu_s, wall_s = time.process_time() - cpu_s, time.perf_counter() - wall_s
+            best[number] = (min(best[number][0], cpu_s), min(best[number][1], wall_s))
     return best
 
 
@@ -120,7 +138,7 @@ def measure(spec: PixelSpec, sizes: tuple[tuple[int, int], ...], repeats: int) -
         float_rows = [stock.rows(image, torch.float32), plugin_rows(spec, image, torch.float32)]
         half_rows = [stock.rows(image, torch.bfloat16), plugin_rows(spec, image, torch.bfloat16)]
         apart = ulps_apart(*half_rows)
-        stock_s, plugin_s = least_cpu_s(
+        (stock_s, _), (plugin_s, _) = least_s(
             [
                 lambda i=image: stock.rows(i, torch.bfloat16),
                 lambda i=image: plugin_rows(spec, i, torch.bfloat16),
@@ -143,6 +161,27 @@ def measure(spec: PixelSpec, sizes: tuple[tuple[int, int], ...], repeats: int) -
             )
         )
     return costs
+
+
+def batches_4k(spec: PixelSpec, repeats: int) -> list[Batch]:
+    """User case B79: stock takes one image after the other, the plugin the batch in one call."""
+    stock, found = Stock(spec), []
+    image = photo(*SIZE_4K, seed=0)
+    for count in BATCHES_4K:
+        images = torch.stack([image.roll(i, 0) for i in range(count)])
+        rows = torch.cat([stock.rows(one, torch.float32) for one in images])
+        error = float((rows - plugin_rows(spec, images, torch.float32)).abs().max())
+        del rows
+        (stock_cpu_s, stock_wall_s), (plugin_cpu_s, plugin_wall_s) = least_s(
+            [
+                lambda i=images: [stock.rows(one, torch.bfloat16) for one in i],
+                lambda i=images: plugin_rows(spec, i, torch.bfloat16),
+            ],
+            repeats,
+        )
+        times = (stock_cpu_s, plugin_cpu_s, stock_wall_s, plugin_wall_s)
+        found.append(Batch(count, *times, error))
+    return found
 
 
 def ulps_apart(a: Any, b: Any) -> Any:
@@ -249,6 +288,18 @@ def table(costs: list[Cost]) -> list[str]:
     return lines
 
 
+def table_4k(batches: list[Batch]) -> list[str]:
+    """Lines about user case B79."""
+    height, width = SIZE_4K
+    return [
+        f"B79, {b.images} x {height}x{width}: CPU {1e3 * b.stock_cpu_s:.0f} / "
+        f"{1e3 * b.plugin_cpu_s:.0f} ms = {b.stock_cpu_s / b.plugin_cpu_s:.1f}, wait "
+        f"{1e3 * b.stock_wall_s:.0f} / {1e3 * b.plugin_wall_s:.0f} ms = "
+        f"{b.stock_wall_s / b.plugin_wall_s:.1f}; fp32 error {b.max_abs_err_fp32:.1e}"
+        for b in batches
+    ]
+
+
 def plot(costs: list[Cost], path: Path) -> None:
     """Write the PNG."""
     import matplotlib
@@ -288,6 +339,7 @@ def main(argv: list[str] | None = None) -> int:
     limits = {"image_max_pixels": MAX_PIXELS}
     spec = mimo_spec({"vision_config": VISION, "processor_config": limits}, {})
     costs = measure(spec, QUICK_SIZES if quick else SIZES, repeats=3 if quick else 7)
+    batches = batches_4k(spec, repeats=2 if quick else 5)
     qwen_sizes = QUICK_QWEN_SIZES if quick else QWEN_SIZES
     identical = qwen_identical(qwen_sizes)
     found = {
@@ -299,7 +351,7 @@ def main(argv: list[str] | None = None) -> int:
     listed = claims(found, how)
 
     print(f"MiMo, {torch.get_num_threads()} PyTorch threads")
-    print("\n".join(table(costs)))
+    print("\n".join([*table(costs), *table_4k(batches)]))
     print(
         f"Qwen: {identical[0]} (reference) and {identical[1]} (cpu) of {qwen_sizes} random sizes "
         "identical to transformers' Pillow processor"
@@ -312,6 +364,7 @@ def main(argv: list[str] | None = None) -> int:
     written = {
         "claims": listed,
         "costs": [{**asdict(c), "ratio": c.ratio} for c in costs],
+        "batches_4k": [asdict(b) for b in batches],
         "qwen_identical": {"sizes": qwen_sizes, "reference": identical[0], "cpu": identical[1]},
         "bytes_4096": {n: {**t._asdict(), "ratio": t.ratio} for n, t in moved.items()},
         "threads": torch.get_num_threads(),

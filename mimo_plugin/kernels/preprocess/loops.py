@@ -94,6 +94,24 @@ def _write(
                     target[to : to + patch] = encoded[c * width + start : c * width + start + patch]
 
 
+@numba.njit(inline="always")
+def _place(table: Any, col: Any, job_ends: Any, job: Any, merge: Any) -> Any:
+    """Where a job lies: its item, the item's blocks across, the temporal patch, the line of patches
+    in it, and the first row."""
+    number = np.searchsorted(job_ends, job, side="right")
+    item = table[number]
+    across = item[col.blocks_across]
+    down = item[col.blocks_down] * merge
+    inside = job - (job_ends[number - 1] if number else 0)
+    group, grid_y = inside // down, inside % down
+    row = (
+        item[col.row]
+        + (group * down + grid_y // merge * merge) * across * merge
+        + grid_y % merge * merge
+    )
+    return item, across, group, grid_y, row
+
+
 @extending.intrinsic
 def _fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
     """``a * b + c`` of float32, rounded once."""
@@ -174,18 +192,8 @@ def bilinear(
     patch, merge, depth = sizes
     written = 1 if once else depth
     for job in range(begin, end):
-        number = np.searchsorted(job_ends, job, side="right")
-        item = table[number]
+        item, across, group, grid_y, row = _place(table, col, job_ends, job, merge)
         height, width, frames = item[col.height], item[col.width], item[col.frames]
-        across = item[col.blocks_across]
-        down = item[col.blocks_down] * merge
-        inside = job - (job_ends[number - 1] if number else 0)
-        group, grid_y = inside // down, inside % down
-        row = (
-            item[col.row]
-            + (group * down + grid_y // merge * merge) * across * merge
-            + grid_y % merge * merge
-        )
         target_width = across * merge * patch
         encoded = np.empty(3 * target_width, out.dtype)
         line = np.empty(3 * target_width, np.float32)
@@ -325,18 +333,8 @@ def bicubic(
     patch, merge, depth = sizes
     written = 1 if once else depth
     for job in range(begin, end):
-        number = np.searchsorted(job_ends, job, side="right")
-        item = table[number]
+        item, across, group, grid_y, row = _place(table, col, job_ends, job, merge)
         height, width, frames = item[col.middle_height], item[col.middle_width], item[col.frames]
-        across = item[col.blocks_across]
-        down = item[col.blocks_down] * merge
-        inside = job - (job_ends[number - 1] if number else 0)
-        group, grid_y = inside // down, inside % down
-        row = (
-            item[col.row]
-            + (group * down + grid_y // merge * merge) * across * merge
-            + grid_y % merge * merge
-        )
         target_width = across * merge * patch
         encoded = np.empty(3 * target_width, out.dtype)
         line = np.empty(3 * target_width, np.uint8)

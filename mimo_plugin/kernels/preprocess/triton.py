@@ -71,6 +71,16 @@ def _places(line, block, SIZE: tl.constexpr, PATCH: tl.constexpr, MERGE: tl.cons
 
 
 @triton.jit
+def _targets(  # type: ignore[no-untyped-def]
+    out, row, SIZE: tl.constexpr, AREA: tl.constexpr, USED: tl.constexpr, WRITTEN: tl.constexpr
+):
+    """Where the values of a block's first plane are stored, and which of them are."""
+    number = tl.arange(0, SIZE)
+    values: tl.constexpr = 3 * WRITTEN * AREA
+    return out + row * values + number // AREA * values + number % AREA, number < USED
+
+
+@triton.jit
 def _spread(to, values, plane, still, mask, AREA: tl.constexpr, WRITTEN: tl.constexpr):  # type: ignore[no-untyped-def]
     """Store a plane of a frame; a still's in all frames of the patch."""
     values = tl.reshape(values.to(to.dtype.element_ty), mask.shape)
@@ -111,11 +121,7 @@ def bilinear(  # type: ignore[no-untyped-def]
     group, row, y, x = _places(line, block, SIZE, PATCH, MERGE)
     # Values beyond the last patch (sides that are no power of two) repeat it and are not stored.
     mask = _grid(SIZE) < USED
-    value_at = tl.arange(0, SIZE)
-    stored = value_at < USED
-    to = (
-        out + row * (3 * WRITTEN * AREA) + value_at // AREA * (3 * WRITTEN * AREA) + value_at % AREA
-    )
+    to, stored = _targets(out, row, SIZE, AREA, USED, WRITTEN)
     height, width = _number(line, HEIGHT), _number(line, WIDTH)
     frames = _number(line, FRAMES)
     still = frames == 1
@@ -224,11 +230,7 @@ def bicubic(  # type: ignore[no-untyped-def]
     line = table + tl.load(owners + block) * COLUMN_COUNT
     group, row, y, x = _places(line, block, SIZE, PATCH, MERGE)
     mask = _grid(SIZE) < USED
-    value_at = tl.arange(0, SIZE)
-    stored = value_at < USED
-    to = (
-        out + row * (3 * WRITTEN * AREA) + value_at // AREA * (3 * WRITTEN * AREA) + value_at % AREA
-    )
+    to, stored = _targets(out, row, SIZE, AREA, USED, WRITTEN)
     height, width = _number(line, MIDDLE_HEIGHT), _number(line, MIDDLE_WIDTH)
     frames = _number(line, FRAMES)
     still = frames == 1
