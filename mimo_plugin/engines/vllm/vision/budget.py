@@ -4,6 +4,7 @@
 vLLM sizes two things by the largest medium that the model admits, or the tokens of a step where
 those are more: what the encoder makes in a step, and the cache of its results. So one medium always
 fits; several of a prompt may not, and are then made one after the other as the prompt moves on.
+vLLM compares a medium with the cache only, so a larger cache must not admit what no step can make.
 """
 
 from __future__ import annotations
