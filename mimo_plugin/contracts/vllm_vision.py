@@ -145,7 +145,7 @@ _PROCESSOR_ROWS = (
         "MiMoV2OmniProcessingInfo",
         "base of what the processor knows of the model",
         has="get_data_parser get_hf_config get_hf_processor get_image_size_with_most_features "
-        "get_max_image_tokens",
+        "get_max_image_tokens get_num_frames_with_most_features",
     ),
     _call(
         _OMNI,
@@ -156,11 +156,44 @@ _PROCESSOR_ROWS = (
     ),
     _call(
         _OMNI,
+        "MiMoV2OmniProcessingInfo.get_num_frames_with_most_features",
+        "frames of the largest video",
+        first="seq_len mm_counts",
+    ),
+    _call(
+        _OMNI,
         "MiMoV2OmniProcessingInfo.get_max_image_tokens",
         "the largest image, by the limits that count",
         accepts="",
     ),
-    _class(_OMNI, "MiMoV2OmniDummyInputsBuilder", "makes the inputs of the profile run"),
+    _class(
+        _OMNI,
+        "MiMoV2OmniDummyInputsBuilder",
+        "base of what makes the inputs of the profile run",
+        has="get_dummy_mm_data",
+    ),
+    _class(
+        "multimodal.processing.dummy_inputs",
+        "BaseDummyInputsBuilder",
+        "makes the inputs of the profile run",
+        has="_get_dummy_images _get_dummy_videos info",
+    ),
+    _call(
+        _OMNI,
+        "MiMoV2OmniDummyInputsBuilder.get_dummy_mm_data",
+        "the inputs of the profile run are larger sources",
+        first="seq_len mm_counts mm_options",
+        accepts="",
+    ),
+    *(
+        _call(
+            "multimodal.processing.dummy_inputs",
+            f"BaseDummyInputsBuilder._get_dummy_{kind}s",
+            "the inputs of the profile run",
+            named=f"width height {more}num_{kind}s overrides",
+        )
+        for kind, more in (("image", ""), ("video", "num_frames "))
+    ),
     _class(
         _OMNI,
         "MiMoV2OmniMultiModalDataParser",

@@ -121,6 +121,24 @@ def check_tokens(what: str, tokens: int, setup: VisionSetup) -> None:
         )
 
 
+class FitsEncoder:
+    """Stands before a processor of vLLM: no medium waits for room that no step has."""
+
+    setup: Any  # a property of the processors
+
+    def apply(self, inputs: Any, timing_ctx: Any) -> Any:
+        """As upstream; sounds and embeddings that a request brings are checked as well.
+
+        Raises:
+            PixelError: a medium has more embeddings than a step of the encoder makes.
+        """
+        made = super().apply(inputs, timing_ctx)  # type: ignore[misc]
+        for kind, places in made["mm_placeholders"].items():
+            for place in places:
+                check_tokens(kind, place.get_num_embeds(), self.setup)
+        return made
+
+
 def _report(vllm_config: Any, budget: EncoderBudget, size: int, config: VisionConfig) -> None:
     """One line: the size of the cache, its memory, and how many large media it holds at once."""
     if not budget.largest:

@@ -10,13 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.model_executor.models.mimo_v2_omni import (
-    MiMoV2OmniDummyInputsBuilder,
-    MiMoV2OmniForCausalLM,
-    MiMoVisionPatchEmbed,
-)
+from vllm.model_executor.models.mimo_v2_omni import MiMoV2OmniForCausalLM, MiMoVisionPatchEmbed
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
+from mimo_plugin.engines.vllm.vision.dummy import DummyMedia
 from mimo_plugin.engines.vllm.vision.names import STOCK_ARCHITECTURE
 from mimo_plugin.engines.vllm.vision.packing import unpack
 from mimo_plugin.engines.vllm.vision.processor import MimoOmniInfo, MimoOmniProcessor
@@ -45,7 +42,7 @@ class OncePatchEmbed(MiMoVisionPatchEmbed):  # type: ignore[misc]
 
 
 @MULTIMODAL_REGISTRY.register_processor(
-    MimoOmniProcessor, info=MimoOmniInfo, dummy_inputs=MiMoV2OmniDummyInputsBuilder
+    MimoOmniProcessor, info=MimoOmniInfo, dummy_inputs=DummyMedia
 )
 class MimoOmniForCausalLM(MiMoV2OmniForCausalLM):  # type: ignore[misc]
     """MiMo-V2.5 with pixels made on the device."""

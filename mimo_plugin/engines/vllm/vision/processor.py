@@ -28,7 +28,7 @@ from vllm.multimodal.processing import (
 from vllm.transformers_utils.processors.mimo_v2_omni import _format_timestamp
 
 from mimo_plugin.core.pixels import PixelError
-from mimo_plugin.engines.vllm.vision.budget import check_tokens
+from mimo_plugin.engines.vllm.vision.budget import FitsEncoder
 from mimo_plugin.engines.vllm.vision.limits import limits_of
 from mimo_plugin.engines.vllm.vision.packing import (
     SIZES,
@@ -84,7 +84,7 @@ class MimoOmniInfo(MiMoV2OmniProcessingInfo):  # type: ignore[misc]
         return parser
 
 
-class MimoOmniProcessor(MiMoV2OmniMultiModalProcessor):  # type: ignore[misc]
+class MimoOmniProcessor(FitsEncoder, MiMoV2OmniMultiModalProcessor):  # type: ignore[misc]
     """Packs pixels; see the module."""
 
     @property
@@ -94,18 +94,6 @@ class MimoOmniProcessor(MiMoV2OmniMultiModalProcessor):  # type: ignore[misc]
         if found is None:
             found = self._setup = setup_of(self.info.get_hf_config())
         return found
-
-    def apply(self, inputs: Any, timing_ctx: Any) -> Any:
-        """As upstream; refuses what the encoder can't make, sounds and given embeddings as well.
-
-        Raises:
-            PixelError: a medium has more embeddings than a step of the encoder.
-        """
-        made = super().apply(inputs, timing_ctx)
-        for kind, places in made["mm_placeholders"].items():
-            for place in places:
-                check_tokens(kind, place.get_num_embeds(), self.setup)
-        return made
 
     def _postprocess_prompt(self, prompt: list[int]) -> list[int]:
         """The prompt as it came: on a patched engine upstream's class takes out the tokens around
