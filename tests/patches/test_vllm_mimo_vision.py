@@ -206,3 +206,14 @@ def test_plain_source_ignores_processor_kwargs(plain: Any) -> None:
         assert (found[name]["image"], found[name]["video"]) == (256, 64)
     assert found["max"]["planned"] == found["startup"]["planned"] == 16
     assert found["device"] == ["None"] * 4
+
+
+def test_the_feature_on_a_patched_engine(
+    probe: Callable[..., Any], vllm_patched: Callable[[str], Path], model: str
+) -> None:
+    """Patches and the feature ``vision`` agree to the bit; its settings hold there as well."""
+    found = probe("vision_feature.py", vllm_patched(PATCHES["kwargs"]), model)
+    outer = found.pop("outer")
+    assert found == {name: {"prompt": True, "rows": True} for name in ("images", "video", "kwargs")}
+    assert outer.startswith("a <|vision_start|><|video_start|>00:00") and "06:40" in outer
+    assert outer.endswith("<|video_end|><|vision_end|> b")

@@ -94,9 +94,11 @@ def settle_budget(vllm_config: Any, setup: VisionSetup) -> VisionSetup:
     Returns:
         ``setup`` with the most embeddings that one medium may have.
     """
-    budget = read_budget(vllm_config)
-    size = budget.cache_size(setup.config.encoder_cache_tokens)
-    vllm_config.scheduler_config.encoder_cache_size = size
+    budget, wanted = read_budget(vllm_config), setup.config.encoder_cache_tokens
+    size = budget.cache_size(wanted)
+    if wanted is not None:
+        vllm_config.scheduler_config.encoder_cache_size = size
+        size = read_budget(vllm_config).cache_tokens
     _report(vllm_config, budget, size, setup.config)
     return replace(setup, item_tokens=budget.step_tokens)
 
