@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mimo_plugin.config_vision import CACHE_LIMIT, VisionConfig
-from mimo_plugin.core.pixels import PixelError
+from mimo_plugin.core.pixels import Item, PixelError, patch_rows_of
 from mimo_plugin.engines.vllm.vision.setup import VisionSetup
 
 logger = logging.getLogger("vllm.mimo_plugin")
@@ -101,6 +101,17 @@ def settle_budget(vllm_config: Any, setup: VisionSetup) -> VisionSetup:
         size = read_budget(vllm_config).cache_tokens
     _report(vllm_config, budget, size, setup.config)
     return replace(setup, item_tokens=budget.step_tokens)
+
+
+def check_budget(item: Item, setup: VisionSetup) -> None:
+    """As :func:`check_tokens`, for an image or a video of which nothing is made yet.
+
+    Raises:
+        PixelError: both numbers, and what to do.
+    """
+    name = "image" if item.frames == 1 else f"video of {item.frames} frames"
+    tokens = patch_rows_of(setup.spec, item) // setup.spec.merge_size**2
+    check_tokens(f"{name} of {item.height}x{item.width} pixels", tokens, setup)
 
 
 def check_tokens(what: str, tokens: int, setup: VisionSetup) -> None:

@@ -23,7 +23,7 @@ from mimo_plugin.core.pixels import (
     resize_on_host,
     target_size,
 )
-from mimo_plugin.engines.vllm.vision.budget import check_tokens
+from mimo_plugin.engines.vllm.vision.budget import check_budget
 from mimo_plugin.engines.vllm.vision.limits import Limits
 from mimo_plugin.engines.vllm.vision.setup import VisionSetup
 from mimo_plugin.kernels.preprocess.dispatch import patch_rows
@@ -78,18 +78,13 @@ def pack(
         spec, height, width, min_pixels=limits.min_pixels, max_pixels=limits.max_pixels
     )
     item = Item(count, height, width, *target)
-    tokens = patch_rows_of(spec, item) // spec.merge_size**2
-    check_tokens(f"{_name(count)} of {height}x{width} pixels", tokens, setup)
+    check_budget(item, setup)
     data = torch.from_numpy(np.ascontiguousarray(frames).reshape(-1))
     ratio = setup.config.host_resize_ratio
     on_host = resize_on_host(height * width, target[0] * target[1], ratio)
     if on_host:
         data = _host_rows(data, item, setup, dtype, once)
     return Packed(data, item, on_host, grid_of(spec, item))
-
-
-def _name(frames: int) -> str:
-    return "image" if frames == 1 else f"video of {frames} frames"
 
 
 def _host_rows(data: Any, item: Item, setup: VisionSetup, dtype: Any, once: bool) -> Any:
