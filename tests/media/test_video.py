@@ -3,7 +3,6 @@
 
 import gc
 import io
-import logging
 import random
 import threading
 import time
@@ -20,7 +19,6 @@ from tests.media.video_clips import Clip, decode_whole, make, same, turned
 
 av = pytest.importorskip("av")
 
-from mimo_plugin.media import video  # noqa: E402
 from mimo_plugin.media.video import VideoError, VideoFile, VideoLimits, sample  # noqa: E402
 from mimo_plugin.media.video_decode import RunDecoder, _Reader, plan_runs  # noqa: E402
 

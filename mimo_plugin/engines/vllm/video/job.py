@@ -2,7 +2,7 @@
 """The job of a worker process: read a video, and leave its frames in shared memory.
 
 A frame is copied, or made patch rows of, as soon as it is decoded, so that no more frames exist at
-full size than travel so. Neither PyTorch nor vLLM is imported, and PyAV only where a job runs.
+full size than travel so. Neither PyTorch nor vLLM is imported.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mimo_plugin.core.frames import (
     FrameRules,
@@ -25,9 +25,7 @@ from mimo_plugin.core.pixels import CHANNELS, Item, PixelError, PixelSpec, resiz
 from mimo_plugin.engines.vllm.vision.limits import Limits, sized
 from mimo_plugin.kernels.preprocess.host import FrameRows
 from mimo_plugin.media.limits import MediaError
-
-if TYPE_CHECKING:
-    from mimo_plugin.media.video import VideoFile
+from mimo_plugin.media.video import VideoFile, VideoLimits
 
 MOST_PASSES = 4
 """Each pass that misses frames is followed by one for those that came; a file that still changes
@@ -85,8 +83,6 @@ def read_video(data: Any, allocate: Callable[[Sequence[int]], Any], *, order: Or
     Raises:
         MediaError: the video can't be served.
     """
-    from mimo_plugin.media.video import VideoFile, VideoLimits
-
     started = time.perf_counter()
     limits = VideoLimits(max_bytes=order.max_file_bytes, max_duration_s=order.max_duration_s)
     try:

@@ -18,6 +18,7 @@ KEYS = ("num_frames", "fps", *PIXEL_LIMITS)
 """Options for users."""
 
 _WHERE = "media_io_kwargs.video"
+_SHOWN_CHARS = 80
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ def parse(given: Mapping[str, Any], default_frames: int | None = None) -> Asked:
             close = nearest(str(key), KEYS)
             hint = f" (did you mean {close!r}?)" if close else ""
             raise VideoError(
-                f"{_WHERE}.{key}: found {value!r}; allowed keys: {', '.join(KEYS)}{hint}"
+                f"{_WHERE}: found the key {_shown(key)} with {_shown(value)}; allowed keys: "
+                f"{', '.join(KEYS)}{hint}"
             )
     frames = given.get("num_frames")
     if frames is not None and not (_is_whole(frames) and (frames > 0 or frames == -1)):
@@ -91,5 +93,10 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def _shown(value: object) -> str:
+    """What a client sent, as far as it helps."""
+    return repr(value)[:_SHOWN_CHARS]
+
+
 def _bad(name: str, value: object, allowed: str) -> VideoError:
-    return VideoError(f"{_WHERE}.{name}: found {value!r}; allowed: {allowed}")
+    return VideoError(f"{_WHERE}.{name}: found {_shown(value)}; allowed: {allowed}")

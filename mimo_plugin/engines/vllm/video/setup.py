@@ -86,8 +86,8 @@ def find_setup(key: object) -> VideoSetup:
         found = _setups.get(key) if isinstance(key, str) else None
     if found is None:
         raise VideoError(
-            f"media_io_kwargs.video.{SETUP_KEY}: found {key!r}; allowed: what the feature video "
-            "writes at start; fix: leave it out, and start with --plugin mimo:vision,video"
+            f"media_io_kwargs.video.{SETUP_KEY}: found {repr(key)[:80]}; allowed: what the feature "
+            "video writes at start; fix: leave it out, and start with --plugin mimo:vision,video"
         )
     return found
 
