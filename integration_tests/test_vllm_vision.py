@@ -292,7 +292,7 @@ def test_the_checkpoint_says_which_frames(fixed, stock, model):
 
     assert patches(fixed, num_frames=-1) == 6
     assert patches(fixed, num_frames=8) == 4
-    assert patches(fixed, fps=0.5) == 3
+    assert patches(fixed, fps=1.5) == 9
     assert patches(stock, num_frames=-1) == 12  # all of them
 
 
@@ -317,11 +317,11 @@ def test_a_large_video_comes_as_patch_rows(fixed, model):
     served(ask())
     assert fixed.server.metric("mimo:video_files_total", form="rows") == before + 1
     assert fixed.server.metric("mimo:vision_items_total", kind="video", form="rows") >= 1
-    refused = ask(pixels=64 * 96)
+    refused = ask(pixels=96 * 128)
     assert isinstance(refused, Refused) and refused.status == 400
     assert "fix: give them under media_io_kwargs.video as well" in refused.reason
-    smaller = served(ask(pixels=64 * 96, max_pixels=64 * 96))
-    assert text_of(model, smaller.prompt).count("<|video_pad|>") == 4 * 6
+    smaller = served(ask(pixels=96 * 128, max_pixels=96 * 128))
+    assert text_of(model, smaller.prompt).count("<|video_pad|>") == 4 * 12
 
 
 def test_sound_of_a_video_changes_nothing(fixed):
@@ -424,14 +424,6 @@ def test_asked_for_but_unfit(model, tiny_model):
             ["--plugin", "mimo:vision", "--mm-processor-kwargs", '{"max_pixel": 3}'],
             ["max_pixel", "max_pixels"],
         ),
-        "loader": Refusal(
-            [
-                *("--plugin", "mimo:vision,video", "--media-io-kwargs"),
-                '{"video": {"video_backend": "torchcodec"}}',
-            ],
-            ["'torchcodec'", "fix: drop it"],
-        ),
-        "alone": Refusal(["--plugin", "mimo:video"], ["feature vision", "fix: add vision"]),
         "no media": Refusal(
             ["--plugin", "mimo:vision", "--language-model-only"], ["neither images nor videos"]
         ),

@@ -10,9 +10,11 @@ import textwrap
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mimo_plugin.core.pixels import Item, PixelError
 from mimo_plugin.kernels.preprocess import cpu, host, reference
@@ -166,6 +168,24 @@ def test_a_large_buffer_is_made_in_parts(limit, parts, monkeypatch):
     monkeypatch.setattr(cpu, "run", counted)
     assert torch.equal(cpu.patch_rows(pixels(items), items, spec, dtype=torch.float32), expected)
     assert sizes == [1] * parts
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@settings(max_examples=40)
+@given(data=st.data())
+def test_a_video_written_frame_by_frame_is_the_video(dtype, data):
+    """In any order, in any number: the rows of the whole, to the bit."""
+    spec = spec_of(data.draw(st.sampled_from(["bilinear", "bicubic"])))
+    sides = [data.draw(st.integers(1, 90)) for _ in range(2)]
+    targets = [data.draw(st.integers(1, 2)) * spec.factor for _ in range(2)]
+    item = Item(data.draw(st.integers(1, 5)), *sides, *targets)
+    frames = pixels([item])
+    expected = cpu.patch_rows(frames, [item], spec, dtype=dtype)
+    writer = host.FrameRows(spec, item, str(dtype).removeprefix("torch."))
+    out = np.zeros(writer.shape, np.uint8)
+    for position in data.draw(st.permutations(range(item.frames))):
+        writer.write(frames.numpy().reshape(item.frames, *sides, 3)[position], position, out)
+    assert torch.equal(torch.from_numpy(out).view(dtype).reshape(expected.shape), expected)
 
 
 def test_bad_items_are_refused():

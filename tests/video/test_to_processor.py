@@ -193,6 +193,18 @@ def test_a_process_that_was_not_configured_learns_from_the_model_s_configuration
     Way(rows_way.config).load(make(LARGE))
 
 
+def test_another_loader_is_left_alone_or_refused(config_of, caplog):
+    """Named, the feature stops start-up; taken along, it leaves the user's choice."""
+    chosen = {"media_io_kwargs": {"video": {"video_backend": "opencv"}}}
+    with pytest.raises(FeatureUnavailable, match="'opencv'.*fix: drop it"):
+        config_of(**chosen)
+    config = config_of(mimo={}, **chosen)
+    assert config.model_config.multimodal_config.media_io_kwargs == chosen["media_io_kwargs"]
+    features = config.additional_config["mimo"]["features"]
+    assert "vision" in features and "video" not in features
+    assert "leaves out feature 'video'" in caplog.text
+
+
 def test_a_video_without_the_feature_is_as_before(local, config_of):
     config = config_of(mimo={"vision": {}})
     assert "video" not in config.model_config.multimodal_config.media_io_kwargs

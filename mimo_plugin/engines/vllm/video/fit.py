@@ -19,8 +19,11 @@ _BACKEND_ENV = "VLLM_VIDEO_LOADER_BACKEND"
 
 
 def unused(vllm_config: Any) -> bool:
-    """Whether nothing here takes videos: a plain ``--plugin mimo`` then leaves it out silently."""
-    if vision_fit.unused(vllm_config):
+    """Whether nothing here takes videos: a plain ``--plugin mimo`` then leaves it out silently.
+
+    So it does where ``vision`` can't run, which has said why.
+    """
+    if vision_fit.unused(vllm_config) or vision_fit.why_not(vllm_config) is not None:
         return True
     return not vllm_config.model_config.multimodal_config.get_limit_per_prompt("video")
 

@@ -100,6 +100,8 @@ def read_video(data: Any, allocate: Callable[[Sequence[int]], Any], *, order: Or
         kept, item, rows = _taken(video, plan.indices, order, allocate)
     except (VideoError, PixelError) as problem:
         raise MediaError(str(problem)) from None
+    except MemoryError:
+        raise MediaError("the video takes more memory than a worker may have") from None
     return {
         "source": [item.height, item.width],
         "target": [item.target_height, item.target_width],
