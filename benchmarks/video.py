@@ -8,7 +8,8 @@
   against the whole of stock vLLM's loader (OpenCV) where it is there.
 * workers: time with one worker and with two, by turns. Other work on the machine makes it less; so
   the CPU time of the busier worker is given as well.
-* memory: peak of a process that reads a long clip, against its bound, and the bound of an hour.
+* memory: peaks of the worker that reads a long clip and of the server's side (shared memory counts
+  for both), against their bounds, and the bounds of an hour.
 
 Clips are made here with x264; they say nothing of other encoders' shares of reference frames.
 
@@ -34,9 +35,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.video_clips import FPS, Clip, full_decode, make, repeat
-from benchmarks.video_memory import rules_at_1fps
+from benchmarks.video_memory import TOKEN, rules_at_1fps, server_bytes
 from benchmarks.video_plot import plot
 from mimo_plugin.core.frames import peak_bytes, plan_frames, uniform_indices
+from mimo_plugin.core.pixels import MIMO_TOTAL_TOKENS
 from mimo_plugin.media.video import VideoFile
 
 PARTS = ("same", "cost", "workers", "memory")
@@ -179,6 +181,7 @@ def memory(data: bytes, times: int, folder: Path) -> list[dict[str, Any]]:
     """Peak memory of reading the clip ``times`` times behind itself, with 1 and 2 workers."""
     path = folder / "long.mp4"
     repeat(data, times, path)
+    repeat(data, 1, folder / "warm-up.mp4")
     rows = []
     for workers in (1, 2):
         done = subprocess.run(
@@ -193,19 +196,21 @@ def memory(data: bytes, times: int, folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def hour_bound() -> int:
-    """Bound of the memory of an hour of 720p at 1 fps."""
-    frames = HOUR_S * FPS
-    rules = rules_at_1fps()
-    plan = plan_frames(rules, frames, None, FPS, HOUR_S)
-    return peak_bytes(
-        1280,
-        720,
-        total_frames=frames,
-        workers=HOUR_WORKERS,
-        file_bytes=HOUR_S * HOUR_BITS_PER_S // 8,
-        kept_bytes=len(plan.indices) * plan.max_pixels * 3,
-    )
+def hour_bounds() -> dict[str, int]:
+    """Bounds of an hour of 720p at 1 fps, whose frames share MiMo's pixels, as bfloat16."""
+    kept = MIMO_TOTAL_TOKENS * TOKEN * rules_at_1fps().temporal_patch_size * 3 * 2
+    file_bytes = HOUR_S * HOUR_BITS_PER_S // 8
+    return {
+        "worker": peak_bytes(
+            1280,
+            720,
+            total_frames=HOUR_S * FPS,
+            workers=HOUR_WORKERS,
+            file_bytes=file_bytes,
+            kept_bytes=kept,
+        ),
+        "server": server_bytes(file_bytes, kept),
+    }
 
 
 def claims(found: dict[str, Any], how: str) -> list[dict[str, Any]]:
@@ -234,12 +239,16 @@ def claims(found: dict[str, Any], how: str) -> list[dict[str, Any]]:
         more = {name: row[name] for name in ("median", "worst", "by_cpu_time", "cores", "load")}
         add("video_two_worker_speedup", row["best"], 1.0, 1.6, unit, **more)
     if found["memory"]:
-        unit = f"MB at most for an hour of 720p at 1 fps, {HOUR_WORKERS} workers, computed"
+        unit = f"MB at most a process, an hour of 720p at 1 fps, {HOUR_WORKERS} workers, computed"
         stock_mb = HOUR_S * 1280 * 720 * 3 * 4 / 1e6
-        shares = [row["measured_bytes"] / row["bound_bytes"] for row in found["memory"]]
+        shares = [
+            row["measured_bytes"][side] / row["bound_bytes"][side]
+            for row, side in product(found["memory"], ("worker", "server"))
+        ]
         worst = round(max(shares), 3)
-        value = round(hour_bound() / 1e6, 1)
-        more = {"worst_measured_over_bound": worst, "measured": found["memory"]}
+        sides = {side: round(size / 1e6, 1) for side, size in hour_bounds().items()}
+        value = max(sides.values())
+        more = {"worst_measured_over_bound": worst, "measured": found["memory"], "sides_mb": sides}
         add("video_peak_mb_1h_720p", value, round(stock_mb, 1), 1000.0, unit, **more)
     return out
 
@@ -269,11 +278,11 @@ def tables(found: dict[str, Any]) -> Iterator[str]:
         )
     for row in found["memory"]:
         yield (
-            f"\n{row['seconds_of_video']:.0f} s of 720p, {row['taken']} frames, "
-            f"{row['workers']} worker(s): peak {row['measured_bytes'] / 1e6:.0f} MB of at most "
-            f"{row['bound_bytes'] / 1e6:.0f} MB (floats at full size: "
-            f"{row['float_bytes'] / 1e6:.0f} MB)"
+            f"\n{row['seconds_of_video']:.0f} s of 720p, {row['taken']} frames as {row['form']}, "
+            f"{row['workers']} worker(s), floats at full size {row['float_bytes'] / 1e6:.0f} MB"
         )
+        for side, measured in row["measured_bytes"].items():
+            yield f"  {side}: {measured / 1e6:.0f} of {row['bound_bytes'][side] / 1e6:.0f} MB"
 
 
 def main() -> int:

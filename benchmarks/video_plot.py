@@ -55,10 +55,15 @@ def _workers(axis: Any, row: dict[str, Any]) -> None:
 
 
 def _memory(axis: Any, rows: list[dict[str, Any]]) -> None:
-    for number, row in enumerate(rows):
-        axis.bar(number - 0.15, row["measured_bytes"] / 1e6, 0.28, color="#d9480f")
-        axis.bar(number + 0.15, row["bound_bytes"] / 1e6, 0.28, color="#868e96")
-    axis.set_xticks(range(len(rows)), [f"{row['workers']} worker(s)" for row in rows])
+    bars = [
+        (f"{side}, {row['workers']}", row["measured_bytes"][side], row["bound_bytes"][side])
+        for side in ("worker", "server")
+        for row in rows
+    ]
+    for number, (_, measured, bound) in enumerate(bars):
+        axis.bar(number - 0.15, measured / 1e6, 0.28, color="#d9480f")
+        axis.bar(number + 0.15, bound / 1e6, 0.28, color="#868e96")
+    axis.set_xticks(range(len(bars)), [name for name, _, _ in bars])
     length = rows[0]["seconds_of_video"]
     axis.set_title(f"{length:.0f} s of 720p: measured, bound", fontsize=10)
     axis.set_ylabel("MB")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from fractions import Fraction
 
 import pytest
 
@@ -28,6 +29,7 @@ from integration_tests.vision_client import (
     text_part,
     video_part,
 )
+from tests.media.video_clips import sound_only, with_sound
 from tools import tiny_omni
 from tools.server import VllmServer
 
@@ -50,8 +52,11 @@ ARGUMENTS = (
 )
 ENVIRONMENT = {"VLLM_MAX_IMAGE_PIXELS": str(MAX_PIXELS)}
 SHORT = text_part("describe it")
-LONG_CLIP_FRAMES = 401
-"""At one frame a second the third of three frames is shown at 400 s."""
+LONG_CLIP_FRAMES = 601
+"""At one frame a second the third of four frames is shown at 400 s."""
+STOCK_FRAMES = {"frames": "stock"}
+BY_THE_RULE = {"video": {"num_frames": -1}}
+"""``media_io_kwargs`` that leave the frames to the checkpoint: here one a second."""
 
 LETTERS = "AEFHKLTX"
 
@@ -73,8 +78,9 @@ def model(tmp_path_factory):
     return tiny_omni.make(tmp_path_factory.mktemp("tiny-omni"))
 
 
-def vision(**settings):
-    return ["--additional-config", json.dumps({"mimo": {"vision": settings}})]
+def vision(video=None, **settings):
+    section = {"vision": settings} | ({} if video is None else {"video": video})
+    return ["--additional-config", json.dumps({"mimo": section})]
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +100,10 @@ def clients(serve_module, model, tmp_path_factory):
     return start_all(
         {
             "stock": client(),
-            "unfixed": client(*vision(backend="reference", **STOCK_FIXES), plugin="mimo:vision"),
+            "unfixed": client(
+                *vision(STOCK_FRAMES, backend="reference", **STOCK_FIXES),
+                plugin="mimo:vision,video",
+            ),
             "fixed": client(plugin="mimo"),
             "imagenet": lambda: VisionClient(
                 serve_module(imagenet, *NARROW, *room, plugin="mimo:vision")
@@ -110,7 +119,7 @@ def stock(clients):
 
 @pytest.fixture(scope="module")
 def unfixed(clients):
-    """The feature with every fix off and stock's arithmetic."""
+    """Both features with every fix off, stock's frames and stock's arithmetic."""
     return clients["unfixed"]
 
 
@@ -145,6 +154,26 @@ def requests():
 def test_without_the_fixes_everything_is_stock_s(stock, unfixed):
     for parts in requests():
         assert served(unfixed.ask(*parts)) == served(stock.ask(*parts))
+
+
+def test_stock_s_frames_whatever_a_request_asks_for(stock, unfixed):
+    """A file that is read sparsely gives the frames and answers of stock's loader."""
+    before = frames_of(unfixed)
+    for asked in ({"num_frames": 5}, {"fps": 0.05}, {"num_frames": 2, "fps": 0.01}):
+        options = {"media_io_kwargs": {"video": asked}}
+        for data in (clip(LONG_CLIP_FRAMES, 64, 64), clip(90, 240, 320)):
+            parts = [video_part(data), SHORT]
+            assert served(unfixed.ask(*parts, **options)) == served(stock.ask(*parts, **options))
+    read = {what: count - before[what] for what, count in frames_of(unfixed).items()}
+    assert read["file"] == 3 * (LONG_CLIP_FRAMES + 90)
+    assert 0 < read["taken"] <= read["decoded"] < read["file"] and not read["dropped"]
+
+
+def frames_of(client):
+    """Frames of the videos that the server has read."""
+    whats = ("file", "decoded", "taken", "dropped")
+    found = {w: client.server.metric("mimo:video_frames_total", what=w) for w in whats}
+    return {what: count or 0.0 for what, count in found.items()}
 
 
 def test_what_is_in_the_picture_matters(stock):
@@ -227,7 +256,7 @@ def test_mean_and_std_are_the_checkpoint_s(fixed, stock, imagenet):
 
 
 def test_frames_are_labelled_with_their_times(fixed, stock, model):
-    """B82: the third of three frames is shown at 400 s; stock says it is the third second."""
+    """B82: the third of four frames is shown at 400 s; stock says it is the third second."""
     video = [video_part(clip(LONG_CLIP_FRAMES, 64, 64)), SHORT]
     mine = text_of(model, served(fixed.ask(*video)).prompt)
     theirs = text_of(model, served(stock.ask(*video)).prompt)
@@ -264,8 +293,77 @@ def test_processor_kwargs_of_a_request(fixed, stock, model):
 
 
 def test_a_plain_switch_takes_the_feature_and_its_fast_backend(fixed):
-    assert "features=kv,scheduler,vision" in fixed.server.log_text()
+    assert "features=kv,scheduler,vision,video" in fixed.server.log_text()
     assert fixed.server.metric("mimo:vision_kernel_passes_total", backend="cpu") > 0
+
+
+# --- videos ----------------------------------------------------------------------------------
+
+
+def test_the_checkpoint_says_which_frames(fixed, stock, model):
+    """24 frames in 12 s: one a second by the checkpoint, others where a request asks for them."""
+    video = video_part(clip(24, 64, 64, Fraction(2)))
+
+    def patches(client, **asked):
+        answer = served(client.ask(video, SHORT, media_io_kwargs={"video": asked}))
+        return text_of(model, answer.prompt).count("<|video_pad|><|vision_end|>")
+
+    assert patches(fixed, num_frames=-1) == 6
+    assert patches(fixed, num_frames=8) == 4
+    assert patches(fixed, fps=1.5) == 9
+    assert patches(stock, num_frames=-1) == 12  # all of them
+
+
+def test_times_of_a_variable_rate_are_those_of_the_frames(fixed, model):
+    data = clip(8, 64, 64, times_s=(0.0, 1.0, 2.0, 3.0, 100.0, 200.0, 300.0, 400.0))
+    answer = served(fixed.ask(video_part(data), SHORT, media_io_kwargs=BY_THE_RULE))
+    text = text_of(model, answer.prompt)
+    labels = re.findall(r"(\d\d:\d\d)<\|vision_start\|>", text)
+    assert labels == ["00:00", "00:02", "01:40", "05:00"]
+
+
+def test_a_large_video_comes_as_patch_rows(fixed, model):
+    """Limits of a request must be said to the loader as well, which makes the rows."""
+    video = video_part(clip(12, 480, 640))
+
+    def ask(pixels=None, **asked):
+        kwargs = {} if pixels is None else {"mm_processor_kwargs": {"max_pixels": pixels}}
+        video_kwargs = {"video": {"num_frames": 8, **asked}}
+        return fixed.ask(video, SHORT, media_io_kwargs=video_kwargs, **kwargs)
+
+    before = fixed.server.metric("mimo:video_files_total", form="rows") or 0
+    served(ask())
+    assert fixed.server.metric("mimo:video_files_total", form="rows") == before + 1
+    assert fixed.server.metric("mimo:vision_items_total", kind="video", form="rows") >= 1
+    refused = ask(pixels=96 * 128)
+    assert isinstance(refused, Refused) and refused.status == 400
+    assert "fix: give them under media_io_kwargs.video as well" in refused.reason
+    smaller = served(ask(pixels=96 * 128, max_pixels=96 * 128))
+    assert text_of(model, smaller.prompt).count("<|video_pad|>") == 4 * 12
+
+
+def test_sound_of_a_video_changes_nothing(fixed):
+    """B43: the answer is that of the video without its sound, which is said once."""
+    silent = clip(12, 64, 96)
+    with_it = with_sound(silent, 12.0)
+    expected = served(fixed.ask(video_part(silent), SHORT))
+    for _ in range(2):
+        assert served(fixed.ask(video_part(with_it), SHORT)) == expected
+    assert fixed.server.log_text().count("audio tracks of videos are not read") == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"frame_recovery": True}, "allowed keys: num_frames, fps"),
+        ({"num_frames": 0}, "found 0; allowed: a whole number above 0"),
+        ({"mimo_setup": "of another engine"}, "allowed: what the feature video writes at start"),
+    ],
+)
+def test_options_of_a_request_that_can_not_be(fixed, asked, words):
+    refused = fixed.ask(video_part(clip(4, 64, 64)), SHORT, media_io_kwargs={"video": asked})
+    assert isinstance(refused, Refused) and refused.status == 400
+    assert words in refused.reason
 
 
 # --- hostile input ---------------------------------------------------------------------------
@@ -275,7 +373,7 @@ def hostile():
     """Requests that must be refused, with a word of the reason."""
     from PIL import Image
 
-    jpeg = noise(300, 400, 7, "JPEG")
+    jpeg, movie = noise(300, 400, 7, "JPEG"), clip(30, 64, 64)
     line = encode(Image.new("RGB", (5000, 1), "red"))
     huge = encode(Image.new("1", (10_000, 10_000)))
     return {
@@ -283,8 +381,12 @@ def hostile():
         "one line": ([image_part(line)], "5000"),
         "100 megapixels": ([image_part(huge)], "100000000"),
         "no image": ([image_part(b"hello, I am text", "image/png")], "image"),
-        "no video": ([video_part(b"hello, I am text" * 100)], "video"),
-        "no frames": ([video_part(clip(0, 64, 64))], "video"),
+        "no video": ([video_part(b"hello, I am text" * 100)], "the video can't be opened"),
+        "no frames": ([video_part(clip(0, 64, 64))], "the video"),
+        "half a video": ([video_part(movie[: len(movie) // 2])], "a download that broke off"),
+        "a picture": ([video_part(noise(64, 64, 7))], "it is a PNG image, no video"),
+        "a playlist": ([video_part(b"#EXTM3U\nfile:///etc/passwd\n")], "it is a playlist"),
+        "only sound": ([video_part(sound_only())], "no video stream; found: audio"),
         "empty": ([image_part(b"")], "image"),
     }
 
@@ -303,6 +405,8 @@ def test_wrong_extension_is_what_the_bytes_say(fixed):
     png = noise(96, 96, 9)
     right = served(fixed.ask(image_part(png), SHORT))
     assert served(fixed.ask(image_part(png, "image/jpeg"), SHORT)) == right
+    movie = served(fixed.ask(video_part(clip(4, 64, 64)), SHORT))
+    assert served(fixed.ask(video_part(clip(4, 64, 64), "video/webm"), SHORT)) == movie
 
 
 def test_others_go_on_beside_hostile_input(fixed):

@@ -19,6 +19,7 @@ from typing import Any
 from tools.server import VllmServer
 
 Part = dict[str, Any]
+_MILLISECOND = Fraction(1, 1000)
 
 
 def data_url(media_type: str, data: bytes) -> str:
@@ -70,8 +71,14 @@ def letter(character: str, side: int = 128) -> bytes:
 
 
 @lru_cache(maxsize=8)
-def clip(frames: int, height: int, width: int, rate: Fraction = Fraction(1)) -> bytes:
-    """An MP4 whose frames differ, ``rate`` frames a second."""
+def clip(
+    frames: int,
+    height: int,
+    width: int,
+    rate: Fraction = Fraction(1),
+    times_s: tuple[float, ...] = (),
+) -> bytes:
+    """An MP4 whose frames differ, ``rate`` frames a second, or shown at ``times_s``."""
     import av
     import numpy as np
 
@@ -79,10 +86,14 @@ def clip(frames: int, height: int, width: int, rate: Fraction = Fraction(1)) -> 
     with av.open(out, "w", format="mp4") as container:
         stream: Any = container.add_stream("mpeg4", rate=rate)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        if times_s:
+            stream.time_base = stream.codec_context.time_base = _MILLISECOND
         ramp = np.arange(height * width, dtype=np.int64).reshape(height, width, 1)
         for index in range(frames):
             picture = (ramp // 7 + index * 5 + np.array([0, 60, 120])) % 256
             frame = av.VideoFrame.from_ndarray(picture.astype(np.uint8), format="rgb24")
+            if times_s:
+                frame.pts, frame.time_base = round(times_s[index] * 1000), _MILLISECOND
             for packet in stream.encode(frame):
                 container.mux(packet)
         for packet in stream.encode():

@@ -30,6 +30,7 @@ from mimo_plugin.config_values import (
     whole,
     whole_or_none,
 )
+from mimo_plugin.config_video import VideoConfig, parse_video
 from mimo_plugin.config_vision import VisionConfig, parse_vision
 from mimo_plugin.errors import ConfigError, FeatureUnavailable, nearest, setting_error
 from mimo_plugin.features import FEATURES, available, defaults
@@ -163,6 +164,7 @@ class MimoConfig:
         scheduler: settings of the feature ``scheduler``.
         mtp: settings of the feature ``mtp``.
         vision: settings of the feature ``vision``.
+        video: settings of the feature ``video``.
         user_scheduler_cls: dotted path of the scheduler class that the user had set, which ours
             composes with.
         plugin_version: version of the plugin that validated this; empty before validation.
@@ -178,6 +180,7 @@ class MimoConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     mtp: MtpConfig = field(default_factory=MtpConfig)
     vision: VisionConfig = field(default_factory=VisionConfig)
+    video: VideoConfig = field(default_factory=VideoConfig)
     user_scheduler_cls: str | None = None
     plugin_version: str = ""
     engine_label: str = ""
@@ -406,11 +409,16 @@ def _parse_vision(raw: object) -> VisionConfig:
     return parse_vision(f"{SECTION}.vision", raw)
 
 
+def _parse_video(raw: object) -> VideoConfig:
+    return parse_video(f"{SECTION}.video", raw)
+
+
 _SECTIONS: dict[str, Callable[[object], Any]] = {
     "kv": _parse_kv,
     "scheduler": _parse_scheduler,
     "mtp": _parse_mtp,
     "vision": _parse_vision,
+    "video": _parse_video,
 }
 
 

@@ -109,7 +109,16 @@ _TABLE = (
         default=True,
         replaced_by="a processor for MiMo-V2 in vLLM that sends pixels as bytes",
     ),
-    _planned("video", "sparse video decoding"),
+    Feature(
+        name="video",
+        title="sparse video decoding",
+        status="available",
+        engines=("vllm",),
+        seam="VIDEO_LOADER_REGISTRY, media_io_kwargs",
+        contracts=("vllm.multimodal.video", "vllm.multimodal.media.video"),
+        default=True,
+        replaced_by="a loader in vLLM that decodes only what the wanted frames need",
+    ),
     _planned("tiers", "host and remote KV tiers for hybrid models"),
 )
 

@@ -138,7 +138,7 @@ def test_wrong_shapes_and_names(raw, words):
 
 
 def test_planned_feature_is_unavailable():
-    for raw in ({"features": ["replay"]}, {"tiers": {}}, {"features": ["kv"], "video": {}}):
+    for raw in ({"features": ["replay"]}, {"tiers": {}}, {"features": ["kv"], "tiers": {}}):
         with pytest.raises(FeatureUnavailable, match="not in this version; available: kv"):
             parse(raw)
 

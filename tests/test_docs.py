@@ -20,6 +20,7 @@ from mimo_plugin.config import (
     KvConfig,
     MtpConfig,
     SchedulerConfig,
+    VideoConfig,
     VisionConfig,
     parse_config,
     parse_plugin_option,
@@ -58,7 +59,13 @@ WRITTEN = [
 ]
 PAGES = [*WRITTEN, ROOT / "patches" / "README.md"]
 FIGURES = ("run", "retention", "scheduler", "mtp")
-SECTIONS = {"kv": KvConfig, "scheduler": SchedulerConfig, "mtp": MtpConfig, "vision": VisionConfig}
+SECTIONS = {
+    "kv": KvConfig,
+    "scheduler": SchedulerConfig,
+    "mtp": MtpConfig,
+    "vision": VisionConfig,
+    "video": VideoConfig,
+}
 #: read as text: importing them needs the engine
 ACCOUNTING = ROOT / "mimo_plugin" / "engines" / "vllm" / "kv" / "accounting.py"
 QUEUE = ROOT / "mimo_plugin" / "engines" / "vllm" / "sched" / "queue.py"

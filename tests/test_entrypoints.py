@@ -85,7 +85,8 @@ def healthy(monkeypatch):
     fit.why_not = lambda vllm_config: None
     monkeypatch.setitem(sys.modules, "fit_for_test", fit)
     fits = {"kv": "fit_for_test", "scheduler": "fit_for_test"}
-    for name, why in (("mtp", "speculative decoding is off"), ("vision", "no images here")):
+    unused = {"mtp": "speculative decoding is off", "vision": "no images", "video": "no videos"}
+    for name, why in unused.items():
         unasked = types.ModuleType(f"{name}_fit_for_test")
         unasked.unused = lambda vllm_config: True
         unasked.why_not = lambda vllm_config, why=why: why
@@ -459,10 +460,10 @@ def test_a_feature_that_nobody_asks_for_is_no_news(engine_args, healthy, caplog)
     """Plain ``--plugin mimo`` without drafts or images says nothing; who names one is told."""
     config = make_vllm_config({"mimo": {}})
     assert register.activate(config, environ={}).features == ("kv", "scheduler")
-    assert "mtp" not in caplog.text and "vision" not in caplog.text
+    assert not any(name in caplog.text for name in ("mtp", "vision", "video"))
     with pytest.raises(FeatureUnavailable, match="'mtp' can't run here: speculative decoding is"):
         register.activate(make_vllm_config({"mimo": {"mtp": {}}}), environ={})
-    with pytest.raises(FeatureUnavailable, match="'vision' can't run here: no images here"):
+    with pytest.raises(FeatureUnavailable, match="'vision' can't run here: no images"):
         register.activate(make_vllm_config({"mimo": {"vision": {}}}), environ={})
 
 

@@ -97,7 +97,7 @@ def test_images_where_the_model_takes_them(
 ) -> None:
     omni = MIMO_V2_FLASH | {"architectures": ["MiMoV2OmniForCausalLM"]}
     command = command_of(capsys, "--model", model_dir(tmp_path / "m", omni))
-    assert command[command.index("--plugin") + 1] == "mimo:kv,scheduler,vision"
+    assert command[command.index("--plugin") + 1] == "mimo:kv,scheduler,vision,video"
 
 
 def test_drafts_where_the_checkpoint_has_the_layers(

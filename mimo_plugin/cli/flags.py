@@ -108,7 +108,8 @@ def vllm_command(
     """
     require_hybrid(model)
     drafts, why_none = _mtp_layers(model)
-    fits = {"mtp": bool(drafts), "vision": model.architecture in VISION_ARCHITECTURES}
+    media = model.architecture in VISION_ARCHITECTURES
+    fits = {"mtp": bool(drafts), "vision": media, "video": media}
     names = tuple(name for name in available("vllm") if fits.get(name, True))
     if features is not None:
         names = parse_plugin_option(f"mimo:{features}") or ()

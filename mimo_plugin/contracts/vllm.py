@@ -10,6 +10,7 @@ from mimo_plugin.contracts.vllm_mtp import MTP_ROWS
 from mimo_plugin.contracts.vllm_mtp_sched import MTP_SCHED_ROWS
 from mimo_plugin.contracts.vllm_mtp_transfer import MTP_TRANSFER_ROWS
 from mimo_plugin.contracts.vllm_sched import SCHED_ROWS
+from mimo_plugin.contracts.vllm_video import VIDEO_ROWS
 from mimo_plugin.contracts.vllm_vision import VISION_ROWS
 
 _ARGS = "engine.arg_utils"
@@ -156,5 +157,6 @@ VLLM_CONTRACTS: tuple[Contract, ...] = (
     *MTP_TRANSFER_ROWS,
     *VISION_ROWS,
     *MEDIA_ROWS,
+    *VIDEO_ROWS,
 )
 """Every row.  One without features concerns the plugin itself: the switch and the metrics."""

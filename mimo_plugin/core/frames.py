@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which frames of a video a checkpoint wants, and how large each of them may be.
+"""Which frames of a video a checkpoint wants.
 
 The rules are those of MiMo's reference processors: a number of frames from the checkpoint's rate
-and bounds, spread over the video, and a limit of pixels that the frames share. Nothing here opens a
-file: the numbers come from the container's index, so a plan costs no decoding.
+and bounds, spread over the video. Nothing here opens a file: the numbers come from the container's
+index, so a plan costs no decoding.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mimo_plugin.core.pixels import MIMO_MAX_TOKENS, MIMO_MIN_TOKENS, MIMO_TOTAL_TOKENS
-
 SPREADS = ("ends", "steps", "time")
 
 # Defaults of MiMo's reference processors, for keys that a checkpoint leaves out.
 _FPS = 2.0
 _MIN_FRAMES, _MAX_FRAMES = 8, 256
+
+MAX_TAKEN_FRAMES = 65_536
+"""Frames of one video that a request can get, whatever it asks for."""
 
 
 class VideoError(ValueError):
@@ -36,10 +37,6 @@ class FrameRules:
         num_frames: frames to take whatever the length; goes before ``fps``.
         min_frames: the fewest frames that ``fps`` may lead to, as far as the video has them.
         max_frames: the most frames that ``fps`` may lead to.
-        min_pixels: the fewest pixels of a resized frame.
-        max_pixels: the most pixels of a resized frame.
-        total_max_pixels: pixels that all resized frames share; a patch of ``temporal_patch_size``
-            frames counts once.
         temporal_patch_size: frames in a patch; numbers of frames are multiples of it.
         spread: ``ends``: first and last frame and equal distances between, rounded down (SGLang's
             processor for MiMo-V2.5, and stock vLLM); ``steps``: the start of each of n equal parts,
@@ -54,9 +51,6 @@ class FrameRules:
     num_frames: int | None
     min_frames: int
     max_frames: int
-    min_pixels: int
-    max_pixels: int
-    total_max_pixels: int
     temporal_patch_size: int
     spread: str = "ends"
 
@@ -67,13 +61,12 @@ class FrameRules:
             raise _bad("fps", self.fps, "a number above 0")
         if self.num_frames is not None and not _is_count(self.num_frames):
             raise _bad("num_frames", self.num_frames, "a whole number above 0")
-        for name in ("min_frames", "min_pixels", "total_max_pixels", "temporal_patch_size"):
+        for name in ("min_frames", "temporal_patch_size"):
             if not _is_count(getattr(self, name)):
                 raise _bad(name, getattr(self, name), "a whole number above 0")
-        for low, high in (("min_frames", "max_frames"), ("min_pixels", "max_pixels")):
-            if not _is_count(getattr(self, high)) or getattr(self, high) < getattr(self, low):
-                allowed = f"a whole number not below {low} ({getattr(self, low)})"
-                raise _bad(high, getattr(self, high), allowed)
+        if not _is_count(self.max_frames) or self.max_frames < self.min_frames:
+            allowed = f"a whole number not below min_frames ({self.min_frames})"
+            raise _bad("max_frames", self.max_frames, allowed)
         if self.spread not in SPREADS:
             raise _bad("spread", self.spread, f"one of {', '.join(SPREADS)}")
 
@@ -88,11 +81,6 @@ class FrameRules:
             return replace(self, fps=fps, num_frames=None)
         return self
 
-    def pixels_of(self, frames: int) -> int:
-        """The most pixels of a resized frame when ``frames`` are taken."""
-        share = self.total_max_pixels * self.temporal_patch_size // max(1, frames)
-        return max(self.min_pixels, min(share, self.max_pixels))
-
 
 @dataclass(frozen=True)
 class FramePlan:
@@ -101,12 +89,10 @@ class FramePlan:
     Attributes:
         indices: frames in order of display, counted from 0.
         times_s: when each is shown, in seconds behind the first frame of the video.
-        max_pixels: the most pixels of a resized frame.
     """
 
     indices: tuple[int, ...]
     times_s: tuple[float, ...]
-    max_pixels: int
 
 
 def mimo_rules(config: Mapping[str, Any]) -> FrameRules:
@@ -120,23 +106,13 @@ def mimo_rules(config: Mapping[str, Any]) -> FrameRules:
     """
     vision: Mapping[str, Any] = config.get("vision_config") or {}
     given: Mapping[str, Any] = config.get("processor_config") or {}
-
-    def size(name: str, other: str, default: int) -> int:
-        found = vision.get(name) or vision.get(other) or given.get(name) or default
-        if not _is_count(found):
-            raise _bad(name, found, "a whole number above 0")
-        return int(found)
-
-    unit = size("patch_size", "patch_size", 14) * size("spatial_merge_size", "merge_size", 2)
+    patch = vision.get("temporal_patch_size") or given.get("temporal_patch_size") or 2
     return FrameRules(
         fps=given.get("fps") or _FPS,
         num_frames=given.get("num_frames"),
         min_frames=given.get("min_frames") or _MIN_FRAMES,
         max_frames=given.get("max_frames") or _MAX_FRAMES,
-        min_pixels=given.get("video_min_pixels") or MIMO_MIN_TOKENS * unit**2,
-        max_pixels=given.get("video_max_pixels") or MIMO_MAX_TOKENS * unit**2,
-        total_max_pixels=given.get("video_total_max_pixels") or MIMO_TOTAL_TOKENS * unit**2,
-        temporal_patch_size=size("temporal_patch_size", "temporal_patch_size", 2),
+        temporal_patch_size=patch,
     )
 
 
@@ -173,17 +149,58 @@ def plan_frames(
         indices = [max(0, bisect_right(times_s, start) - 1) for start in starts]
     else:
         indices = _linspace(total_frames, count)
-    return plan_of(rules, sorted(set(indices)), times_s, fps)
+    return plan_of(sorted(set(indices)), times_s, fps)
 
 
-def plan_of(
-    rules: FrameRules, indices: Sequence[int], times_s: Sequence[float] | None, fps: float
-) -> FramePlan:
+def plan_of(indices: Sequence[int], times_s: Sequence[float] | None, fps: float) -> FramePlan:
     """A plan with frames chosen elsewhere, e.g. by ``uniform_indices``; they may repeat."""
     times = (
         [times_s[i] for i in indices] if times_s else [i / fps if fps > 0 else 0.0 for i in indices]
     )
-    return FramePlan(tuple(indices), tuple(times), rules.pixels_of(len(indices)))
+    return FramePlan(tuple(indices), tuple(times))
+
+
+def plan_asked(
+    rules: FrameRules | None,
+    total_frames: int,
+    times_s: Sequence[float] | None,
+    fps: float,
+    duration_s: float,
+    *,
+    num_frames: int | None = None,
+    asked_fps: float | None = None,
+) -> FramePlan:
+    """The frames for a request that may ask for a number, a rate, or both: then the fewer count.
+
+    Args:
+        rules: the checkpoint's; None: as vLLM's own loader takes them (``uniform_indices``).
+        total_frames: see ``plan_frames``, also for the next three.
+        times_s: see there.
+        fps: see there.
+        duration_s: see there.
+        num_frames: asked for; None: not.
+        asked_fps: asked for; None: not.
+
+    Raises:
+        VideoError: as ``plan_frames``; or more than ``MAX_TAKEN_FRAMES`` frames.
+    """
+    if rules is None:
+        indices = uniform_indices(
+            total_frames, duration_s, num_frames=num_frames or -1, fps=asked_fps or -1
+        )
+        plans = [plan_of(indices, times_s, fps)]
+    else:
+        asked = [rules.asked(num_frames=num_frames)] if num_frames else []
+        asked += [rules.asked(fps=asked_fps)] if asked_fps else []
+        plans = [
+            plan_frames(one, total_frames, times_s, fps, duration_s) for one in asked or [rules]
+        ]
+    plan = min(plans, key=lambda plan: len(plan.indices))
+    if len(plan.indices) > MAX_TAKEN_FRAMES:
+        raise VideoError(
+            f"{len(plan.indices)} frames are to be taken of the video; allowed: {MAX_TAKEN_FRAMES}"
+        )
+    return plan
 
 
 def uniform_indices(
@@ -248,6 +265,23 @@ def peak_bytes(
     # A worker may turn a frame, which makes a second one for a moment.
     frames = (frames_in_flight(workers) + workers) * 3 * width * height
     return file_bytes + kept_bytes + decoders + frames + total_frames * _INDEX_BYTES_PER_FRAME
+
+
+def workers_within(limit_bytes: int, workers: int, width: int, height: int, frames: int) -> int:
+    """The most of ``workers`` threads whose decoders keep to ``limit_bytes``; at least one.
+
+    Args:
+        limit_bytes: of the memory that ``peak_bytes`` bounds, the file and what is kept left out.
+        workers: threads at most.
+        width: of a frame, in pixels.
+        height: of a frame, in pixels.
+        frames: frames of the video.
+    """
+    while workers > 1:
+        if peak_bytes(width, height, total_frames=frames, workers=workers) <= limit_bytes:
+            break
+        workers -= 1
+    return workers
 
 
 def _align(pixels: int) -> int:

@@ -12,7 +12,6 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +69,10 @@ class VideoFile:
             object), or its path.
         limits: what it may ask of this process.
 
+    Attributes:
+        info: what the container says.
+        decoded_frames: frames that decoders have put out in passes that came to their end.
+
     Raises:
         VideoError: it can't be served: no video, no frames, cut off, or beyond the limits.
     """
@@ -83,8 +86,8 @@ class VideoFile:
         self._source = Source(data, limits or VideoLimits())
         self._index = read_index(self._source)
         self.info = _info(self._index)
-        if self.info.has_audio:
-            _warn_of_audio()
+        self.decoded_frames = 0
+        self._lock = threading.Lock()
 
     def frames(self, indices: Sequence[int], *, workers: int = 1) -> Iterator[tuple[int, Any]]:
         """Position in ``indices`` and frame, ``[height, width, 3]`` uint8 RGB, upright.
@@ -134,6 +137,7 @@ class VideoFile:
         if self._index.why_linear is not None:
             for index, frame in decode_linear(self._source, wanted):
                 yield index, self._pixels(frame)
+            self.decoded_frames += max(wanted, default=-1) + 1
             return
         runs = plan_runs(self._index, wanted)
         workers = min(workers, len(runs))
@@ -143,8 +147,11 @@ class VideoFile:
             yield from self._worker(iter(runs))
 
     def _worker(self, runs: Iterator[Run]) -> Iterator[tuple[int, Any]]:
-        for index, frame in RunDecoder(self._source, self._index).decode(runs):
+        decoder = RunDecoder(self._source, self._index)
+        for index, frame in decoder.decode(runs):
             yield index, self._pixels(frame)
+        with self._lock:
+            self.decoded_frames += decoder.decoded
 
     def _pixels(self, frame: VideoFrame) -> Any:
         if (frame.width, frame.height) != (self._index.width, self._index.height):
@@ -178,12 +185,6 @@ def sample(
     info = video.info
     plan = plan_frames(rules, info.total_frames, info.times_s, info.fps, info.duration_s)
     return plan, video.frames(plan.indices, workers=workers)
-
-
-@cache
-def _warn_of_audio() -> None:
-    """Say it once in a process, not for each video."""
-    logger.warning("video: audio tracks of videos are not read")
 
 
 def _info(index: VideoIndex) -> VideoInfo:

@@ -10,14 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mimo_plugin.core.frames import (
+    MAX_TAKEN_FRAMES,
     FrameRules,
     VideoError,
     frames_in_flight,
     mimo_rules,
     peak_bytes,
+    plan_asked,
     plan_frames,
     plan_of,
     uniform_indices,
+    workers_within,
 )
 
 RULES = FrameRules(
@@ -25,9 +28,6 @@ RULES = FrameRules(
     num_frames=None,
     min_frames=8,
     max_frames=256,
-    min_pixels=4 * 32 * 32,
-    max_pixels=4096 * 32 * 32,
-    total_max_pixels=16384 * 32 * 32,
     temporal_patch_size=2,
 )
 
@@ -83,15 +83,45 @@ def test_a_request_goes_before_the_checkpoint():
         RULES.asked(num_frames=0)
 
 
-def test_pixels_that_frames_share():
-    plan = plan_frames(RULES, 300, None, 30.0, 10.0)
-    assert plan.max_pixels == 16384 * 1024 * 2 // 20
-    long = plan_frames(RULES, 30 * 3600, None, 30.0, 3600.0)
-    assert long.max_pixels == 16384 * 1024 * 2 // 256
-    short = plan_frames(RULES, 8, None, 30.0, 8 / 30)
-    assert short.max_pixels == 4096 * 1024  # no frame gets more than its own limit
-    tight = replace(RULES, total_max_pixels=1024)
-    assert plan_frames(tight, 300, None, 30.0, 10.0).max_pixels == RULES.min_pixels
+def asked(total=300, rules=RULES, **given):
+    """Frames taken of a video of 30 frames a second."""
+    return plan_asked(rules, total, None, 30.0, total / 30, **given).indices
+
+
+def test_what_a_request_asks_for():
+    assert asked() == plan_frames(RULES, 300, None, 30.0, 10.0).indices and len(asked()) == 20
+    assert len(asked(num_frames=32)) == 32
+    assert len(asked(num_frames=3)) == 4  # whole patches
+    assert len(asked(asked_fps=1.0)) == 10
+    # Both: the fewer frames, as with vLLM's own loader.
+    assert asked(num_frames=32, asked_fps=1.0) == asked(asked_fps=1.0)
+    assert asked(num_frames=6, asked_fps=1.0) == asked(num_frames=6)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    total=st.integers(1, 5000),
+    number=st.one_of(st.none(), st.integers(1, 600)),
+    rate=st.one_of(st.none(), st.floats(0.1, 60)),
+)
+def test_without_rules_the_frames_are_stock_s(total, number, rate):
+    found = asked(total, None, num_frames=number, asked_fps=rate)
+    assert list(found) == uniform_indices(
+        total, total / 30, num_frames=number or -1, fps=rate or -1
+    )
+
+
+@pytest.mark.parametrize("rules", [None, RULES])
+def test_no_request_gets_more_frames_than_fit_in_a_message(rules):
+    assert len(asked(MAX_TAKEN_FRAMES, rules, num_frames=MAX_TAKEN_FRAMES)) == MAX_TAKEN_FRAMES
+    with pytest.raises(VideoError, match=f"65538 frames are .* allowed: {MAX_TAKEN_FRAMES}"):
+        asked(100_000, rules, num_frames=MAX_TAKEN_FRAMES + 2)
+
+
+def test_workers_by_the_size_of_a_frame():
+    assert workers_within(2 << 30, 4, 1280, 720, 3000) == 4
+    assert 1 <= workers_within(2 << 30, 4, 3840, 2160, 3000) < 4
+    assert workers_within(1, 4, 8192, 8192, 3000) == 1
 
 
 def test_times_are_those_of_the_file():
@@ -139,7 +169,6 @@ def test_plans_are_well_formed(total, fps, rate, fixed, spread, patch):
     assert all(a < b for a, b in zip(plan.indices, plan.indices[1:], strict=False))
     assert plan.indices[0] == 0
     assert plan.indices[-1] < total
-    assert rules.min_pixels <= plan.max_pixels <= rules.max_pixels
     if spread == "ends":
         assert len(plan.indices) % patch == 0 or total < patch
         number = len(plan.indices)
@@ -163,24 +192,18 @@ def test_uniform_indices_are_those_of_numpy(total, seconds, number, rate):
 
 
 def test_a_plan_of_chosen_frames():
-    plan = plan_of(RULES, [0, 5, 5], [n / 10 for n in range(10)], 10.0)
+    plan = plan_of([0, 5, 5], [n / 10 for n in range(10)], 10.0)
     assert plan.indices == (0, 5, 5)
     assert plan.times_s == (0.0, 0.5, 0.5)
-    assert plan.max_pixels == RULES.pixels_of(3)
-    assert plan_of(RULES, [3], None, 0.0).times_s == (0.0,)
+    assert plan_of([3], None, 0.0).times_s == (0.0,)
 
 
 def test_rules_of_a_checkpoint():
     config = {
-        "vision_config": {
-            "patch_size": 16,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-        },
+        "vision_config": {"patch_size": 16, "temporal_patch_size": 4},
         "processor_config": {
             "fps": 1.5,
             "max_frames": 100,
-            "video_max_pixels": 99 * 1024,
         },
     }
     assert mimo_rules(config) == FrameRules(
@@ -188,17 +211,11 @@ def test_rules_of_a_checkpoint():
         num_frames=None,
         min_frames=8,
         max_frames=100,
-        min_pixels=4 * 1024,
-        max_pixels=99 * 1024,
-        total_max_pixels=16384 * 1024,
-        temporal_patch_size=2,
+        temporal_patch_size=4,
     )
     config["processor_config"]["num_frames"] = 12
-    config["vision_config"]["patch_size"] = 14
-    rules = mimo_rules(config)
-    assert rules.num_frames == 12
-    assert rules.total_max_pixels == 16384 * 28 * 28
-    assert mimo_rules({}).fps == 2.0
+    assert mimo_rules(config).num_frames == 12
+    assert mimo_rules({}).fps == mimo_rules({}).temporal_patch_size == 2
 
 
 @pytest.mark.parametrize(
@@ -211,8 +228,6 @@ def test_rules_of_a_checkpoint():
         ({"num_frames": -1}, "num_frames: found -1; allowed: a whole number above 0"),
         ({"min_frames": 0}, "min_frames: found 0"),
         ({"max_frames": 7}, r"max_frames: found 7; allowed: .* not below min_frames \(8\)"),
-        ({"max_pixels": 3}, r"max_pixels: found 3; allowed: .* not below min_pixels \(4096\)"),
-        ({"total_max_pixels": 1.5}, "total_max_pixels: found 1.5"),
         ({"temporal_patch_size": True}, "temporal_patch_size: found True"),
         ({"spread": "random"}, "spread: found 'random'; allowed: one of ends, steps, time"),
     ],
@@ -241,12 +256,12 @@ def test_an_hour_of_720p_stays_below_a_gigabyte():
     rules = replace(RULES, fps=1.0, max_frames=sampled)
     plan = plan_frames(rules, frames, None, 30.0, 3600.0)
     assert len(plan.indices) == sampled
-    kept = sampled * plan.max_pixels * 3
+    kept = 16384 * 32 * 32 * 2 * 3 * 2  # the pixels that all frames share, as bfloat16
     found = peak_bytes(
-        1280, 720, total_frames=frames, workers=4, file_bytes=450 << 20, kept_bytes=kept
+        1280, 720, total_frames=frames, workers=4, file_bytes=450_000_000, kept_bytes=kept
     )
     assert found < 1e9
-    assert found > (450 << 20) + kept
+    assert found > 450_000_000 + kept
 
 
 def test_memory_grows_with_workers_and_frames_not_with_length():

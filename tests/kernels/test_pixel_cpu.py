@@ -10,12 +10,14 @@ import textwrap
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mimo_plugin.core.pixels import Item, PixelError
-from mimo_plugin.kernels.preprocess import cpu, reference
+from mimo_plugin.kernels.preprocess import cpu, host, reference
 from mimo_plugin.kernels.preprocess.taps import byte_values
 from tests.kernels.pictures import batches, mixed, pixels, spec_of
 
@@ -99,7 +101,7 @@ def test_rounding_to_half_types_is_pytorchs(std, dtype):
 
 @pytest.mark.parametrize("resample", ["bilinear", "bicubic"])
 def test_threads_change_nothing(resample, monkeypatch):
-    monkeypatch.setattr(cpu, "_LEAST_VALUES", 1)
+    monkeypatch.setattr(host, "_LEAST_VALUES", 1)
     spec = spec_of(resample)
     items = mixed(spec) * 3
     packed = pixels(items)
@@ -113,8 +115,8 @@ def test_no_more_threads_than_are_asked_for(monkeypatch):
     spec = spec_of("bilinear")
     items = [Item(1, 500, 500, 480, 480)]
     asked = []
-    monkeypatch.setattr(cpu, "_pool", lambda threads, process: asked.append(threads) or 1 / 0)
-    monkeypatch.setattr(cpu, "_LEAST_VALUES", 1)
+    monkeypatch.setattr(host, "_pool", lambda threads, process: asked.append(threads) or 1 / 0)
+    monkeypatch.setattr(host, "_LEAST_VALUES", 1)
     cpu.patch_rows(pixels(items), items, spec, dtype=torch.float32, threads=1)
     assert not asked
     with pytest.raises(ZeroDivisionError):
@@ -130,7 +132,7 @@ def test_no_more_threads_than_are_asked_for(monkeypatch):
 
 
 def test_several_callers_at_once(monkeypatch):
-    monkeypatch.setattr(cpu, "_LEAST_VALUES", 1)
+    monkeypatch.setattr(host, "_LEAST_VALUES", 1)
     spec = spec_of("bicubic")
     items = mixed(spec)
     expected = reference.patch_rows(pixels(items), items, spec, dtype=torch.float32)
@@ -157,15 +159,33 @@ def test_a_large_buffer_is_made_in_parts(limit, parts, monkeypatch):
     expected = cpu.patch_rows(pixels(items), items, spec, dtype=torch.float32)
     monkeypatch.setattr(cpu, "MIDDLE_LIMIT_BYTES", limit)
     sizes = []
-    run = cpu._run
+    run = cpu.run
 
     def counted(plan, *rest):
         sizes.append(len(plan.items))
         run(plan, *rest)
 
-    monkeypatch.setattr(cpu, "_run", counted)
+    monkeypatch.setattr(cpu, "run", counted)
     assert torch.equal(cpu.patch_rows(pixels(items), items, spec, dtype=torch.float32), expected)
     assert sizes == [1] * parts
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@settings(max_examples=40)
+@given(data=st.data())
+def test_a_video_written_frame_by_frame_is_the_video(dtype, data):
+    """In any order, in any number: the rows of the whole, to the bit."""
+    spec = spec_of(data.draw(st.sampled_from(["bilinear", "bicubic"])))
+    sides = [data.draw(st.integers(1, 90)) for _ in range(2)]
+    targets = [data.draw(st.integers(1, 2)) * spec.factor for _ in range(2)]
+    item = Item(data.draw(st.integers(1, 5)), *sides, *targets)
+    frames = pixels([item])
+    expected = cpu.patch_rows(frames, [item], spec, dtype=dtype)
+    writer = host.FrameRows(spec, item, str(dtype).removeprefix("torch."))
+    out = np.zeros(writer.shape, np.uint8)
+    for position in data.draw(st.permutations(range(item.frames))):
+        writer.write(frames.numpy().reshape(item.frames, *sides, 3)[position], position, out)
+    assert torch.equal(torch.from_numpy(out).view(dtype).reshape(expected.shape), expected)
 
 
 def test_bad_items_are_refused():
@@ -235,27 +255,27 @@ def test_code_on_disk_that_is_damaged_is_compiled_again(tmp_path):
 
 
 def test_no_place_for_code_on_disk(monkeypatch, caplog):
-    loops = cpu._loops()
+    loops = host._loops()
 
     class Full:
         def enable_caching(self):
             raise RuntimeError("cannot cache function: no locator available")
 
     monkeypatch.setattr(loops, "ENTRIES", (Full(),))
-    cpu._loops.cache_clear()
+    host._loops.cache_clear()
     with caplog.at_level("INFO", logger="vllm.mimo_plugin"):
-        assert cpu._loops() is loops
-    cpu._loops.cache_clear()
+        assert host._loops() is loops
+    host._loops.cache_clear()
     assert "compiled anew in each process" in caplog.text
 
 
 def test_without_numba_the_error_says_what_to_do(monkeypatch):
-    cpu._loops.cache_clear()
+    host._loops.cache_clear()
     monkeypatch.setitem(sys.modules, "mimo_plugin.kernels.preprocess.loops", None)
     item = Item(1, 32, 32, 32, 32)
     with pytest.raises(ImportError, match="no usable numba.*needed: numba; fix: install it"):
         cpu.patch_rows(pixels([item]), [item], spec_of("bilinear"), dtype=torch.float32)
-    cpu._loops.cache_clear()
+    host._loops.cache_clear()
 
 
 def test_tables_are_shared_and_can_not_be_changed():

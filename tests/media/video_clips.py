@@ -146,6 +146,20 @@ def index_first(mp4: bytes) -> bytes:
         return Path(path).read_bytes()
 
 
+def with_sound(mp4: bytes, seconds: float) -> bytes:
+    """The same frames, not encoded again, beside a track of silence."""
+    file = io.BytesIO()
+    with av.open(io.BytesIO(mp4)) as source, av.open(file, "w", format="mp4") as target:
+        stream = target.add_stream_from_template(source.streams.video[0])
+        sound = target.add_stream("aac", rate=16_000)
+        for packet in source.demux(video=0):
+            if packet.dts is not None:
+                packet.stream = stream
+                target.mux(packet)
+        _add_silence(target, sound, seconds)
+    return file.getvalue()
+
+
 def sound_only() -> bytes:
     """An MP4 file with one audio track."""
     file = io.BytesIO()

@@ -16,6 +16,7 @@ from typing import Any
 
 from mimo_plugin import __version__
 from mimo_plugin.engines.vllm import register
+from mimo_plugin.engines.vllm.video.report import REPORT as VIDEO_REPORT
 from mimo_plugin.engines.vllm.vision.report import REPORT as VISION_REPORT
 from mimo_plugin.metrics import METRICS, PAYLOAD_VERSION, PREFIX, SPECS, MetricSpec
 
@@ -161,7 +162,7 @@ def _logger_class() -> type:
             engine_idx: int = 0,
         ) -> None:
             payload = take_payload(scheduler_stats)
-            for found in (payload, VISION_REPORT.drain()):
+            for found in (payload, VISION_REPORT.drain(), VIDEO_REPORT.drain()):
                 if found is not None:
                     self.sink.apply(found, engine_idx)
 

@@ -47,6 +47,7 @@ _FIT_MODULES = {
     "scheduler": "mimo_plugin.engines.vllm.sched.fit",
     "mtp": "mimo_plugin.engines.vllm.mtp.fit",
     "vision": "mimo_plugin.engines.vllm.vision.fit",
+    "video": "mimo_plugin.engines.vllm.video.fit",
 }
 # features that live in the scheduler, or whose counters it hands over
 _SCHEDULER_FEATURES = frozenset({"kv", "scheduler", "mtp", "vision"})
@@ -175,6 +176,8 @@ def _activate(vllm_config: Any, environ: Mapping[str, str]) -> MimoConfig | None
         _mtp_configuration().configure(vllm_config)
     if "vision" in features:
         _vision_configuration().configure(vllm_config, config)
+    if "video" in features:
+        _video_configuration().configure(vllm_config, config)
     _write_section(vllm_config, config.to_dict())
     _install_metrics()
     log_active("API", config)
@@ -238,6 +241,12 @@ def _mtp_configuration() -> Any:
 
 def _vision_configuration() -> Any:
     from mimo_plugin.engines.vllm.vision import configure
+
+    return configure
+
+
+def _video_configuration() -> Any:
+    from mimo_plugin.engines.vllm.video import configure
 
     return configure
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mimo_plugin.core.pixels import PixelError
+from mimo_plugin.core.pixels import Item, PixelError, PixelSpec, target_size
 from mimo_plugin.engines.vllm.vision.setup import VisionSetup
 
 SCOPES = {"images_kwargs": "image", "videos_kwargs": "video"}
@@ -39,6 +39,21 @@ class Limits:
         share = self.total_max_pixels * temporal_patch_size // max(frames, 1)
         most = max(self.min_pixels, min(share, self.max_pixels))
         return Limits(self.min_pixels, most)
+
+
+def sized(spec: PixelSpec, limits: Limits, frames: int, height: int, width: int) -> Item:
+    """A medium and the size that the model sees of it.
+
+    Raises:
+        PixelError: no frames, or a size that the model has no target for.
+    """
+    if not frames:
+        raise PixelError("video of 0 frames: at least 1 is needed")
+    limits = limits.of_frames(frames, spec.temporal_patch_size)
+    target = target_size(
+        spec, height, width, min_pixels=limits.min_pixels, max_pixels=limits.max_pixels
+    )
+    return Item(frames, height, width, *target)
 
 
 def limits_of(setup: VisionSetup, kwargs: Mapping[str, Any], kind: str) -> Limits:

@@ -8,6 +8,7 @@ finished patch rows in the model's dtype. Either way it is one-dimensional uint8
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,10 +22,10 @@ from mimo_plugin.core.pixels import (
     grid_of,
     patch_rows_of,
     resize_on_host,
-    target_size,
 )
+from mimo_plugin.engines.vllm.video.names import ROWS_KEY
 from mimo_plugin.engines.vllm.vision.budget import check_budget
-from mimo_plugin.engines.vllm.vision.limits import Limits
+from mimo_plugin.engines.vllm.vision.limits import Limits, sized
 from mimo_plugin.engines.vllm.vision.setup import VisionSetup
 from mimo_plugin.kernels.preprocess.dispatch import patch_rows
 
@@ -69,35 +70,63 @@ def pack(
         PixelError: no frames, a size that the model has no target for, or more tokens than the
             engine's encoder takes.
     """
-    count, height, width = frames.shape[:3]
-    if not count:
-        raise PixelError("video of 0 frames: at least 1 is needed")
-    spec = setup.spec
-    limits = limits.of_frames(count, spec.temporal_patch_size)
-    target = target_size(
-        spec, height, width, min_pixels=limits.min_pixels, max_pixels=limits.max_pixels
-    )
-    item = Item(count, height, width, *target)
+    item = sized(setup.spec, limits, *frames.shape[:3])
     check_budget(item, setup)
     data = torch.from_numpy(np.ascontiguousarray(frames).reshape(-1))
-    ratio = setup.config.host_resize_ratio
-    on_host = resize_on_host(height * width, target[0] * target[1], ratio)
+    on_host = resize_on_host(
+        item.height * item.width,
+        item.target_height * item.target_width,
+        setup.config.host_resize_ratio,
+    )
     if on_host:
         data = _host_rows(data, item, setup, dtype, once)
-    return Packed(data, item, on_host, grid_of(spec, item))
+    return Packed(data, item, on_host, grid_of(setup.spec, item))
+
+
+def pack_rows(
+    rows: Any, metadata: Mapping[str, Any], setup: VisionSetup, limits: Limits, dtype: Any
+) -> Packed:
+    """Pack a video that the loader ``mimo`` has made patch rows of.
+
+    Args:
+        rows: uint8 numpy array, their bytes.
+        metadata: of the video, with ``ROWS_KEY``.
+        setup: of the engine.
+        limits: of this request, for videos.
+        dtype: the model's.
+
+    Raises:
+        PixelError: the request wants frames of another size, or the rows are not whole.
+    """
+    made = metadata[ROWS_KEY]
+    item = sized(setup.spec, limits, len(metadata["frames_indices"]), *made["source"])
+    check_budget(item, setup)
+    found, needed = tuple(made["target"]), (item.target_height, item.target_width)
+    if found != needed:
+        raise PixelError(
+            f"mm_processor_kwargs: found limits that make frames of {needed[0]}x{needed[1]} "
+            f"pixels, the loader made {found[0]}x{found[1]}; allowed: the same limits for both; "
+            "fix: give them under media_io_kwargs.video as well, or in --mm-processor-kwargs"
+        )
+    data = torch.from_numpy(np.ascontiguousarray(rows).reshape(-1))
+    size = patch_rows_of(setup.spec, item) * setup.spec.row_values() * dtype.itemsize
+    if data.dtype != torch.uint8 or data.numel() != size:
+        raise PixelError(
+            f"patch rows of a video: found {data.numel()} values of {data.dtype}; needed: "
+            f"{size} bytes"
+        )
+    return Packed(data, item, True, grid_of(setup.spec, item))
+
+
+def host_backend(backend: str) -> str:
+    """The backend for work in the API process, where one for the device only can't run."""
+    return backend if backend in ("cpu", "reference") else "auto"
 
 
 def _host_rows(data: Any, item: Item, setup: VisionSetup, dtype: Any, once: bool) -> Any:
-    """Patch rows as bytes. A backend that is for the device only leaves the choice open here."""
-    backend = setup.config.backend
-    rows = patch_rows(
-        data,
-        [item],
-        setup.spec,
-        dtype=dtype,
-        backend=backend if backend in ("cpu", "reference") else "auto",
-        once=once,
-    )
+    """Patch rows as bytes."""
+    backend = host_backend(setup.config.backend)
+    rows = patch_rows(data, [item], setup.spec, dtype=dtype, backend=backend, once=once)
     return rows.contiguous().view(torch.uint8).reshape(-1)
 
 

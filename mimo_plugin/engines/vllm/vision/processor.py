@@ -28,6 +28,9 @@ from vllm.multimodal.processing import (
 from vllm.transformers_utils.processors.mimo_v2_omni import _format_timestamp
 
 from mimo_plugin.core.pixels import PixelError
+from mimo_plugin.engines.vllm.video.configure import adopt
+from mimo_plugin.engines.vllm.video.names import ROWS_KEY, SETUP_KEY
+from mimo_plugin.engines.vllm.video.setup import key_of
 from mimo_plugin.engines.vllm.vision.budget import FitsEncoder
 from mimo_plugin.engines.vllm.vision.limits import limits_of
 from mimo_plugin.engines.vllm.vision.packing import (
@@ -35,6 +38,7 @@ from mimo_plugin.engines.vllm.vision.packing import (
     Packed,
     image_frames,
     pack,
+    pack_rows,
     video_frames,
 )
 from mimo_plugin.engines.vllm.vision.report import REPORT
@@ -87,6 +91,10 @@ class MimoOmniInfo(MiMoV2OmniProcessingInfo):  # type: ignore[misc]
 class MimoOmniProcessor(FitsEncoder, MiMoV2OmniMultiModalProcessor):  # type: ignore[misc]
     """Packs pixels; see the module."""
 
+    def __init__(self, info: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(info, *args, **kwargs)
+        adopt(info.get_hf_config())  # this process may not be the one that was configured
+
     @property
     def setup(self) -> VisionSetup:
         """The engine's set-up."""
@@ -132,12 +140,12 @@ class MimoOmniProcessor(FitsEncoder, MiMoV2OmniMultiModalProcessor):  # type: ig
         return fields
 
     def _image_fields(self, images: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        packed = self._pack("image", map(image_frames, images), kwargs)
+        packed = self._pack("image", ((image, {}) for image in images), kwargs)
         return self._pixel_fields("image", packed)
 
     def _video_fields(self, videos: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         pairs = [video if isinstance(video, tuple) else (video, {}) for video in videos]
-        packed = self._pack("video", (video_frames(frames) for frames, _ in pairs), kwargs)
+        packed = self._pack("video", pairs, kwargs)
         fields = self._pixel_fields("video", packed)
         patch = self.setup.spec.temporal_patch_size
         steps_s, starts_s, times = [], [], []
@@ -158,14 +166,26 @@ class MimoOmniProcessor(FitsEncoder, MiMoV2OmniMultiModalProcessor):  # type: ig
             known = frame_times_s(frames, metadata)
         return stock_times_s(frames) if known is None else known
 
-    def _pack(self, kind: str, media: Iterable[Any], kwargs: Mapping[str, Any]) -> list[Packed]:
-        """Pack media of one kind; those that are refused are counted."""
+    def _pack(
+        self,
+        kind: str,
+        media: Iterable[tuple[Any, Mapping[str, Any]]],
+        kwargs: Mapping[str, Any],
+    ) -> list[Packed]:
+        """Pack media, each with its metadata, of one kind; those that are refused are counted."""
         setup = self.setup
         try:
             limits = limits_of(setup, kwargs, kind)
             once = kind == "image" and setup.config.once
             dtype = self.info.ctx.model_config.dtype
-            packed = [pack(frames, setup, limits, dtype, once=once) for frames in media]
+            decoded = image_frames if kind == "image" else video_frames
+            packed = []
+            for one, metadata in media:
+                self._check_loader(metadata)
+                if ROWS_KEY in metadata:
+                    packed.append(pack_rows(one, metadata, setup, limits, dtype))
+                else:
+                    packed.append(pack(decoded(one), setup, limits, dtype, once=once))
         except PixelError:
             REPORT.refused(kind)
             raise
@@ -173,11 +193,25 @@ class MimoOmniProcessor(FitsEncoder, MiMoV2OmniMultiModalProcessor):  # type: ig
             REPORT.packed(kind, one.rows, one.data.numel())
         return packed
 
+    def _check_loader(self, metadata: Mapping[str, Any]) -> None:
+        """Refuse a video that was read by the rules of another engine of this process."""
+        if not {SETUP_KEY, ROWS_KEY} & metadata.keys():
+            return  # of vLLM's own loaders, or none
+        found = metadata.get(SETUP_KEY)
+        if found is None or found != key_of(self.info.get_hf_config()):
+            raise PixelError(
+                f"media_io_kwargs.video.{SETUP_KEY}: found {found!r}, which is another engine's; "
+                "fix: leave it out of the request"
+            )
+
     @staticmethod
     def _pixel_fields(kind: str, packed: Sequence[Packed]) -> dict[str, Any]:
         data = [one.data for one in packed]
+        # The copy of a single video is on purpose: the loader's shared memory shall come free, and
+        # vLLM may keep what it is given in a cache.
+        copied = kind == "video" or len(data) > 1
         return {
-            f"{kind}_pixels": data[0] if len(data) == 1 else torch.cat(data),
+            f"{kind}_pixels": torch.cat(data) if copied else data[0],
             f"{kind}_sizes": torch.tensor([one.sizes for one in packed], dtype=torch.int64),
             f"{kind}_grid_thw": torch.tensor([one.grid for one in packed], dtype=torch.int32),
         }
