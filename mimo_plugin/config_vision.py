@@ -5,13 +5,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mimo_plugin.config_values import Validator, boolean, number, one_of, section
+from mimo_plugin.config_values import (
+    Validator,
+    boolean,
+    number,
+    one_of,
+    section,
+    whole,
+    whole_or_none,
+)
 
 PIXEL_BACKENDS = ("auto", "triton", "cpu", "reference")
 MEAN_STD_SOURCES = ("checkpoint", "stock")
 TIMESTAMP_SOURCES = ("frames", "stock")
 OUTER_TOKENS = ("remove", "stock")
 PROCESSOR_KWARGS = ("honour", "stock")
+DECODERS = ("auto", "pool", "stock")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +43,15 @@ class VisionConfig:
             patch embedding are added up to match; sums round in another order.
         host_resize_ratio: pixels of a source over those of its target above which the API process
             resizes, >= 0; below, the model's process does.
+        decode: where pictures are decoded: in a ``pool`` of processes, or (``stock``) in threads of
+            the API process; ``auto`` is the pool unless ``VLLM_MEDIA_CONNECTOR`` names a connector.
+        decode_workers: processes for pictures, in each API process; None takes one a core, up to 8.
+        decode_queue: pictures that wait for a worker, >= 1; further requests wait for a place.
+        decode_wait_s: longest wait for a place, and for memory, in seconds, > 0.
+        decode_timeout_s: longest time to decode one picture in seconds, > 0.
+        decode_memory_mib: memory of decoded pictures that wait to be packed, >= 1.
+        decode_max_expansion: decoded bytes per encoded byte from which a picture of more than 64
+            MiB is refused, >= 1; None sets no limit, as in stock.
     """
 
     backend: str = "auto"
@@ -43,6 +61,13 @@ class VisionConfig:
     processor_kwargs: str = "honour"
     once: bool = False
     host_resize_ratio: float = 4.0
+    decode: str = "auto"
+    decode_workers: int | None = None
+    decode_queue: int = 64
+    decode_wait_s: float = 30.0
+    decode_timeout_s: float = 30.0
+    decode_memory_mib: int = 4096
+    decode_max_expansion: int | None = None
 
 
 _VALUES: dict[str, Validator] = {
@@ -53,6 +78,13 @@ _VALUES: dict[str, Validator] = {
     "processor_kwargs": one_of(PROCESSOR_KWARGS),
     "once": boolean,
     "host_resize_ratio": number(least=0),
+    "decode": one_of(DECODERS),
+    "decode_workers": whole_or_none(1, "processes", "null takes one a core, up to 8"),
+    "decode_queue": whole(1, "pictures"),
+    "decode_wait_s": number(over=0),
+    "decode_timeout_s": number(over=0),
+    "decode_memory_mib": whole(1, "MiB"),
+    "decode_max_expansion": whole_or_none(1, "bytes per byte", "null sets no limit"),
 }
 
 
