@@ -51,6 +51,12 @@ _CONNECTOR_ROWS = (
         "carries an engine's token to its media connector",
         has="media_io_kwargs",
     ),
+    class_(
+        "config.parallel",
+        "ParallelConfig",
+        "API processes share the cores",
+        has="_api_process_count",
+    ),
     call(
         "multimodal.media.image",
         "ImageMediaIO.__init__",

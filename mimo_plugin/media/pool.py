@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pool of processes that decode pictures and clips; results arrive in shared memory.
 
-Two lanes (:mod:`~mimo_plugin.media.pool_lane`) share nothing but the name: a picture takes tens of
-milliseconds, a video may take minutes. Each lane has its own processes, queue and memory, so that
-however many videos are decoded, a picture finds a process, and the other way round.
+A picture takes tens of milliseconds, a video may take minutes. So there are two lanes
+(:mod:`~mimo_plugin.media.pool_lane`), each with processes, queue and memory of its own: however
+many videos are decoded, a picture finds a process, and the other way round. Where both want the
+same core, the processes of the long lane give way.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from mimo_plugin.media.process import Job
 
 __all__ = ["JobFailed", "JobResult", "MediaPool", "PoolBusy", "PoolClosed", "PoolSettings"]
 
-LANES = ("short", "long")
-"""A job goes to the lane ``long`` when its caller allows it more time than ``job_timeout_s``."""
+LONG_NICENESS = 5
+"""How much processes of the long lane yield to others, as for ``nice``."""
 
 
 class MediaPool:
@@ -35,14 +36,12 @@ class MediaPool:
     ``data`` is the bytes given (or a memoryview of them), ``allocate(shape)`` gives a writable
     uint8 array in shared memory. The function must be importable by name, and should raise
     :class:`~mimo_plugin.media.limits.MediaError` for bad input. Threads may share a pool.
-
-    The lane ``long`` has half as many processes as ``workers``, at least one, besides those.
     """
 
     def __init__(self, settings: PoolSettings | None = None) -> None:
         self.settings = settings or PoolSettings()
-        long = replace(self.settings, workers=max(1, self.settings.workers // 2), preload=())
-        self._lanes = {"short": Lane(self.settings), "long": Lane(long)}
+        long = replace(self.settings, preload=())
+        self._lanes = {"short": Lane(self.settings), "long": Lane(long, niceness=LONG_NICENESS)}
 
     def run_sync(
         self,
@@ -57,7 +56,8 @@ class MediaPool:
         Args:
             function: found again by its module and name in the worker.
             data: handed over in shared memory when long.
-            timeout_s: longest run; the settings' when None. More than that makes it a long job.
+            timeout_s: longest run; the settings' ``job_timeout_s`` when None. A job that is
+                allowed more goes to the long lane.
             options: keyword arguments of the function; pickled.
 
         Raises:

@@ -60,8 +60,9 @@ class _Ticket:
 class Lane:
     """Runs jobs, ``settings.workers`` at once; see :class:`~mimo_plugin.media.pool.MediaPool`."""
 
-    def __init__(self, settings: PoolSettings) -> None:
+    def __init__(self, settings: PoolSettings, niceness: int = 0) -> None:
         self.settings = settings
+        self._niceness = niceness
         self._fresh()
         _lanes.add(self)
 
@@ -225,7 +226,9 @@ class Lane:
             return worker
         self._end(worker)
         options = WorkerOptions(
-            preload=self.settings.preload, memory_bytes=self.settings.worker_memory_bytes
+            preload=self.settings.preload,
+            memory_bytes=self.settings.worker_memory_bytes,
+            niceness=self._niceness,
         )
         try:
             worker = Worker(options)

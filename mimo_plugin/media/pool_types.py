@@ -37,7 +37,7 @@ class PoolSettings:
     """How large each lane of the pool is and how long it waits.
 
     Attributes:
-        workers: processes at most; the lane of long jobs has half as many besides.
+        workers: processes at most.
         max_queued: jobs that wait for a worker; further callers wait for a place.
         queue_timeout_s: longest wait for such a place, and for memory.
         job_timeout_s: longest run of a job, if the caller names no other.

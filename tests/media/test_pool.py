@@ -371,12 +371,9 @@ def started(pool, function, **options):
     return thread
 
 
-@pytest.mark.parametrize("workers", [1, 4])
-def test_long_jobs_leave_every_process_for_pictures_alone(workers):
-    pool = make_pool(workers=workers, job_timeout_s=20.0, max_queued=2)
-    calls = [
-        started(pool, jobs.sleep, seconds=60, timeout_s=60.0) for _ in range(max(1, workers // 2))
-    ]
+def test_long_jobs_leave_every_process_for_pictures_alone():
+    pool = make_pool(workers=2, job_timeout_s=20.0, max_queued=2)
+    calls = [started(pool, jobs.sleep, seconds=60, timeout_s=60.0) for _ in range(2)]
     wait_until(lambda: pool.stats()["long"].running == len(calls))
     waiting = started(pool, jobs.sleep, seconds=60, timeout_s=60.0)
     wait_until(lambda: pool.stats()["long"].queued == 1)
@@ -387,6 +384,13 @@ def test_long_jobs_leave_every_process_for_pictures_alone(workers):
     for thread in (*calls, waiting):
         thread.join(20)
         assert not thread.is_alive()
+
+
+def test_long_jobs_yield_to_others_on_a_core():
+    pool = make_pool(job_timeout_s=20.0)
+    usual = pool.run_sync(jobs.describe).meta["niceness"]
+    assert pool.run_sync(jobs.describe, timeout_s=60.0).meta["niceness"] == min(19, usual + 5)
+    pool.close()
 
 
 def test_pictures_and_their_memory_leave_room_for_long_jobs():

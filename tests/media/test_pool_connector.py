@@ -336,6 +336,16 @@ def test_a_connector_of_the_user_s_own_wins(registry, caplog):
         assert media_switch.why_not("pool", same) is None
 
 
+def test_a_connector_that_stands_for_vllms_is_left_alone(registry, caplog):
+    theirs = type("Theirs", (MediaConnector,), {})
+    registry.register("http")(theirs)
+    one = engine()
+    switch_on(one)
+    assert type(connector_for(registry, one)) is theirs
+    assert "Theirs" in caplog.text
+    switch_on(engine())  # a second engine
+
+
 def test_a_vllm_that_lacks_something_decodes_itself(registry, caplog):
     """Named, it is refused before (see register); with auto the log says so."""
     assert media_switch.contracts_of("pool") == (media_switch.MEDIA_POOL,)
@@ -375,8 +385,8 @@ def test_what_pools_do_is_counted_once_and_by_lane():
     assert counters["media_workers_started", "short"] == 1
     assert counters["media_run_seconds", "short"] > 0
     assert gauges["media_result_bytes", "short"] >= item.size[0] * item.size[1] * 3
-    assert gauges["media_running_jobs", "short"] == gauges["media_queued_jobs", "long"] == 0
-    assert counted(report.drain(), "inc") == {}
+    assert gauges["media_workers", "short"] >= 1
+    assert report.drain() is None
 
 
 def test_videos_are_left_to_vllms_loader():

@@ -261,6 +261,23 @@ def test_what_makes_no_difference_to_embeddings_does_not_part_engines(one, other
     assert len(names) == 1
 
 
+def test_no_address_of_an_object_is_in_the_name():
+    """Scheduler and worker are processes of their own and must meet."""
+
+    def overrides():
+        return lambda config: config
+
+    both = overrides(), overrides()
+    names = {ec_key.cache_name(configuration(hf_overrides=one), "x") for one in both}
+    assert len(names) == 1
+
+
+def test_a_model_without_media_has_a_cache_that_nobody_fills():
+    vllm_config = configuration()
+    vllm_config.model_config.multimodal_config = None
+    assert ec_key.cache_name(vllm_config, "x").startswith("mimo-ec-")
+
+
 def test_another_version_makes_other_embeddings(monkeypatch):
     before = ec_key.cache_name(configuration(), "x")
     monkeypatch.setattr(ec_key, "__version__", "9.9")

@@ -62,6 +62,8 @@ def _encoder(vllm_config: Any) -> dict[str, str]:
 def _pixels(vllm_config: Any) -> dict[str, str]:
     """How pixels are made of the bytes of an item."""
     multimodal = vllm_config.model_config.multimodal_config
+    if multimodal is None:  # a model without media asks for nothing
+        return {}
     loading = {k: v for k, v in multimodal.media_io_kwargs.items() if k != TOKEN_KEY}
     section = section_of(vllm_config.additional_config)
     settings = section if isinstance(section, Mapping) else {}
@@ -86,4 +88,11 @@ def _pixels(vllm_config: Any) -> dict[str, str]:
 
 
 def _text(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, default=str)
+    """The same in every process: no addresses of objects, no order of keys."""
+    return json.dumps(value, sort_keys=True, default=_named)
+
+
+def _named(value: Any) -> str:
+    if callable(value):
+        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value))}"
+    return str(value)

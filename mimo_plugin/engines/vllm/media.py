@@ -57,13 +57,17 @@ def register() -> None:
 def attach(vllm_config: Any, config: VisionConfig) -> None:
     """Have this engine's pictures decoded in the pool, in the processes that fetch them."""
     multimodal = vllm_config.model_config.multimodal_config
-    api_processes = getattr(vllm_config.parallel_config, "_api_process_count", 1)
-    settings = settings_of(config, api_processes)
+    settings = settings_of(config, vllm_config.parallel_config._api_process_count)
     token = remember(settings)
     multimodal.media_io_kwargs = {**multimodal.media_io_kwargs, TOKEN_KEY: {"token": token}}
     register()
-    if MEDIA_CONNECTOR_REGISTRY.name2class.get(STOCK_CONNECTOR) is MediaConnector:
-        MEDIA_CONNECTOR_REGISTRY.register(STOCK_CONNECTOR)(connector_of)
+    found = MEDIA_CONNECTOR_REGISTRY.name2class.get(STOCK_CONNECTOR)
+    if found not in (MediaConnector, connector_of):
+        logger.warning(
+            "mimo vision: %s stands for vLLM's media connector here, so it decodes pictures", found
+        )
+        return
+    MEDIA_CONNECTOR_REGISTRY.register(STOCK_CONNECTOR)(connector_of)
     logger.info("mimo vision: pictures are decoded in %d processes", settings.pool.workers)
 
 

@@ -113,7 +113,10 @@ class PoolReport:
 
     def _lane(self, buffer: MetricsBuffer, lane: str, stats: Sequence[PoolStats]) -> None:
         for name, attribute in _GAUGES.items():
-            buffer.set(name, sum(getattr(one, attribute) for one in stats), lane=lane)
+            now = sum(getattr(one, attribute) for one in stats)
+            if self._seen.get((lane, name)) != now:
+                self._seen[lane, name] = now
+                buffer.set(name, now, lane=lane)
         for (name, *outcome), value in _COUNTERS.items():
             total = sum(value(one) for one in stats)
             key = (lane, name, *outcome)
@@ -151,7 +154,7 @@ _pools: dict[PoolSettings, MediaPool] = {}
 
 def _after_fork() -> None:
     """In a forked child: its pools start at nothing, and nobody holds the lock."""
-    global _lock, REPORT
+    global _lock
     _lock = threading.Lock()
     REPORT._lock = threading.Lock()
     REPORT._seen.clear()
