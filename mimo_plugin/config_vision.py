@@ -5,7 +5,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mimo_plugin.config_values import Validator, boolean, number, one_of, section, whole_or_none
+from mimo_plugin.config_values import (
+    Validator,
+    boolean,
+    number,
+    one_of,
+    section,
+    whole,
+    whole_or_none,
+)
 
 PIXEL_BACKENDS = ("auto", "triton", "cpu", "reference")
 MEAN_STD_SOURCES = ("checkpoint", "stock")
@@ -13,6 +21,7 @@ TIMESTAMP_SOURCES = ("frames", "stock")
 OUTER_TOKENS = ("remove", "stock")
 PROCESSOR_KWARGS = ("honour", "stock")
 CACHE_LIMIT = "limit"
+DECODERS = ("auto", "pool", "stock")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +47,15 @@ class VisionConfig:
         encoder_cache_tokens: embeddings that the engine's encoder cache holds, >= 1; ``limit``:
             room for all media of any one prompt; None: vLLM's size, which has room for one of the
             largest.
+        decode: where pictures are decoded: in a ``pool`` of processes, or (``stock``) in threads of
+            the API process; ``auto`` is the pool unless ``VLLM_MEDIA_CONNECTOR`` names a connector.
+        decode_workers: processes for pictures, in each API process; None takes one a core, up to 8.
+        decode_queue: pictures that wait for a worker, >= 1; further requests wait for a place.
+        decode_wait_s: longest wait for a place, and for memory, in seconds, > 0.
+        decode_timeout_s: longest time to decode one picture in seconds, > 0.
+        decode_memory_mib: memory of decoded pictures that wait to be packed, >= 1.
+        decode_max_expansion: decoded bytes per encoded byte from which a picture of more than 64
+            MiB is refused, >= 1; None sets no limit, as in stock.
     """
 
     backend: str = "auto"
@@ -48,6 +66,13 @@ class VisionConfig:
     once: bool = False
     host_resize_ratio: float = 4.0
     encoder_cache_tokens: int | str | None = None
+    decode: str = "auto"
+    decode_workers: int | None = None
+    decode_queue: int = 64
+    decode_wait_s: float = 30.0
+    decode_timeout_s: float = 30.0
+    decode_memory_mib: int = 4096
+    decode_max_expansion: int | None = None
 
 
 def _cache_tokens(setting: str, value: object) -> int | str | None:
@@ -68,6 +93,13 @@ _VALUES: dict[str, Validator] = {
     "once": boolean,
     "host_resize_ratio": number(least=0),
     "encoder_cache_tokens": _cache_tokens,
+    "decode": one_of(DECODERS),
+    "decode_workers": whole_or_none(1, "processes", "null takes one a core, up to 8"),
+    "decode_queue": whole(1, "pictures"),
+    "decode_wait_s": number(over=0),
+    "decode_timeout_s": number(over=0),
+    "decode_memory_mib": whole(1, "MiB"),
+    "decode_max_expansion": whole_or_none(1, "bytes per byte", "null sets no limit"),
 }
 
 

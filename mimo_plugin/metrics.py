@@ -40,6 +40,11 @@ PIXEL_FORMS = ("pixels", "rows")
 VIDEO_FRAMES = ("file", "decoded", "taken", "dropped")
 VIDEO_REFUSALS = ("input", "busy")
 PIXEL_BACKENDS = ("triton", "cpu", "reference")
+POOL_LANES = ("short", "long")
+JOB_OUTCOMES = ("done", "failed", "timeout", "crashed", "refused")
+LOOKUP_OUTCOMES = ("hit", "miss", "mismatch")
+STORE_OUTCOMES = ("stored", "refused")
+DIRECTIONS = ("read", "written")
 
 Kind = Literal["counter", "gauge", "histogram"]
 
@@ -54,6 +59,7 @@ class MetricSpec:
         help: what an operator reads.
         labels: label name to its allowed values; an empty tuple allows any string.
         buckets: upper bounds of a histogram, ascending.
+        per_process: a gauge of each API process; several of them add up.
     """
 
     name: str
@@ -61,6 +67,7 @@ class MetricSpec:
     help: str
     labels: Mapping[str, tuple[str, ...]]
     buckets: tuple[float, ...] = ()
+    per_process: bool = False
 
 
 def _spec(
@@ -68,9 +75,9 @@ def _spec(
     name: str,
     text: str,
     labels: Mapping[str, tuple[str, ...]] | None = None,
-    buckets: tuple[float, ...] = (),
+    **more: Any,
 ) -> MetricSpec:
-    return MetricSpec(name=name, kind=kind, help=text, labels=labels or {}, buckets=buckets)
+    return MetricSpec(name=name, kind=kind, help=text, labels=labels or {}, **more)
 
 
 _CLS = {"cls": CLASS_LABELS}
@@ -78,6 +85,7 @@ _KIND = {"kind": BLOCK_KINDS}
 _OUTPUT = {"output": OUTPUT_BINS}
 _MEDIA = {"kind": MEDIA_KINDS, "form": PIXEL_FORMS}
 _BACKEND = {"backend": PIXEL_BACKENDS}
+_LANE = {"lane": POOL_LANES}
 _DRAFT = {"position": DRAFT_POSITIONS, **_OUTPUT}
 
 METRICS: tuple[MetricSpec, ...] = (
@@ -249,6 +257,35 @@ METRICS: tuple[MetricSpec, ...] = (
         "Videos refused: their input can't be served, or the pool had no place or memory.",
         {"reason": VIDEO_REFUSALS},
     ),
+    _spec(
+        "counter",
+        "media_jobs",
+        "Pictures and clips given to the decoding pool, by how that ended.",
+        {**_LANE, "outcome": JOB_OUTCOMES},
+    ),
+    _spec("counter", "media_wait_seconds", "Time that they waited for a worker.", _LANE),
+    _spec("counter", "media_run_seconds", "Time that workers took for those done.", _LANE),
+    _spec("counter", "media_workers_started", "Decoding processes started.", _LANE),
+    _spec(
+        "counter",
+        "encoder_cache_lookups",
+        "Items looked up in the shared embedding cache; a mismatch has another length.",
+        {"outcome": LOOKUP_OUTCOMES},
+    ),
+    _spec(
+        "counter",
+        "encoder_cache_stores",
+        "Embeddings put into the shared cache, or refused for want of room.",
+        {"outcome": STORE_OUTCOMES},
+    ),
+    _spec("counter", "encoder_cache_evictions", "Embeddings given up for new ones."),
+    _spec("counter", "encoder_cache_recovered", "Rooms taken back from writers that died."),
+    _spec(
+        "counter",
+        "encoder_cache_bytes",
+        "Bytes of embeddings that went through the shared cache.",
+        {"direction": DIRECTIONS},
+    ),
     _spec("counter", "metrics_dropped", "Observations lost because nobody collected them."),
     _spec(
         "gauge",
@@ -266,6 +303,18 @@ METRICS: tuple[MetricSpec, ...] = (
         "attention_parity_tokens",
         "Context length at which full attention costs a token as much as all else.",
     ),
+    _spec("gauge", "media_workers", "Decoding processes now.", _LANE, per_process=True),
+    _spec("gauge", "media_queued_jobs", "Jobs waiting for one now.", _LANE, per_process=True),
+    _spec("gauge", "media_running_jobs", "Jobs being decoded now.", _LANE, per_process=True),
+    _spec(
+        "gauge",
+        "media_result_bytes",
+        "Shared memory of decoded media that are still in use.",
+        _LANE,
+        per_process=True,
+    ),
+    _spec("gauge", "encoder_cache_used_bytes", "Bytes held in the node's shared embedding cache."),
+    _spec("gauge", "encoder_cache_entries", "Embeddings held there."),
     _spec("gauge", "degraded", "1 when the plugin was asked for and the engine runs without it."),
     _spec(
         "gauge",

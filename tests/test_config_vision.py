@@ -25,6 +25,13 @@ FULL = {
     "once": True,
     "host_resize_ratio": 0.0,
     "encoder_cache_tokens": "limit",
+    "decode": "pool",
+    "decode_workers": 3,
+    "decode_queue": 1,
+    "decode_wait_s": 0.5,
+    "decode_timeout_s": 5.0,
+    "decode_memory_mib": 256,
+    "decode_max_expansion": 100,
 }
 
 
@@ -64,6 +71,13 @@ def test_settings_survive_the_way_to_other_processes():
         ("once", "true or false", [0, 1, "true", None]),
         ("host_resize_ratio", "a number >= 0", [-1, math.nan, math.inf, "4", None, True]),
         ("encoder_cache_tokens", "a whole number of embeddings >= 1", [0, 2.5, "all", True, []]),
+        ("decode", "auto, pool, stock", ["process", None, True]),
+        ("decode_workers", "processes >= 1, or null", [0, 1.5, "2", True]),
+        ("decode_queue", "pictures >= 1", [0, None]),
+        ("decode_wait_s", "a number > 0", [0, None]),
+        ("decode_timeout_s", "a number > 0", [0, math.inf]),
+        ("decode_memory_mib", "MiB >= 1", [0, 0.5, None]),
+        ("decode_max_expansion", "bytes per byte >= 1, or null", [0, 2.5]),
     ],
 )
 def test_bad_values_name_setting_value_and_range(key, allowed, values):

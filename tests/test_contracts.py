@@ -17,6 +17,7 @@ from mimo_plugin import contracts
 from mimo_plugin.contracts.row import Contract
 from mimo_plugin.contracts.source import SourceTree
 from mimo_plugin.contracts.vllm_kv import FREE_QUEUE_METHODS
+from mimo_plugin.contracts.vllm_media import PARTS
 from mimo_plugin.engines.vllm import version
 from mimo_plugin.features import FEATURES, available
 
@@ -82,7 +83,7 @@ def test_rows_are_unique_and_explained() -> None:
     assert len(keys) == len(set(keys))
     for row in contracts.VLLM_CONTRACTS:
         assert row.why
-        assert set(row.features) <= set(FEATURES)
+        assert set(row.features) <= {*FEATURES, *PARTS}
 
 
 def test_every_module_that_a_feature_names_has_rows() -> None:
@@ -319,7 +320,7 @@ def test_only_the_rows_of_the_features_asked_for(tmp_path: Path) -> None:
     switch_only = contracts.check_vllm(tmp_path, features=())
     assert 0 < len(switch_only) < len(every)
     assert all("affects every feature" in line for line in switch_only)
-    features = available("vllm")
+    features = (*available("vllm"), *PARTS)
     for name in features:
         lines = contracts.check_vllm(tmp_path, features=[name])
         assert len(switch_only) < len(lines) < len(every)

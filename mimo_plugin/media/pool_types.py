@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mimo_plugin.errors import MimoError
+
+MAX_WORKERS = 8
+"""Most workers for pictures where nobody names a number."""
 
 
 class JobFailed(MimoError):
@@ -24,21 +27,26 @@ class PoolClosed(MimoError):
     """The pool was closed before the job ended."""
 
 
+def default_workers(processes: int = 1) -> int:
+    """Workers of each of some processes: its share of the cores, from 1 to ``MAX_WORKERS``."""
+    return max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0)) // processes))
+
+
 @dataclass(frozen=True, kw_only=True)
 class PoolSettings:
-    """How large the pool is and how long it waits.
+    """How large each lane of the pool is and how long it waits.
 
     Attributes:
         workers: processes at most.
         max_queued: jobs that wait for a worker; further callers wait for a place.
         queue_timeout_s: longest wait for such a place, and for memory.
         job_timeout_s: longest run of a job, if the caller names no other.
-        memory_bytes: shared memory of all results that are still in use.
+        memory_bytes: shared memory of all results of a lane that are still in use.
         worker_memory_bytes: private memory of one worker; None for no limit.
         preload: modules a worker imports before its first job.
     """
 
-    workers: int = max(1, min(8, (os.cpu_count() or 1)))
+    workers: int = field(default_factory=default_workers)
     max_queued: int = 64
     queue_timeout_s: float = 30.0
     job_timeout_s: float = 30.0
@@ -69,7 +77,7 @@ class JobResult(NamedTuple):
 
 @dataclass(frozen=True)
 class PoolStats:
-    """A look at the pool: gauges first, then counters since its start."""
+    """A look at one lane: gauges first, then counters since its start."""
 
     workers: int
     queued: int

@@ -114,10 +114,17 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOptions:
-    """How a worker is started: modules to import first, and its private memory in bytes."""
+    """How a worker is started.
+
+    Attributes:
+        preload: modules to import first.
+        memory_bytes: its private memory at most; None for no limit.
+        niceness: how much it yields to other processes.
+    """
 
     preload: tuple[str, ...]
     memory_bytes: int | None
+    niceness: int = 0
 
 
 class Worker:
@@ -135,6 +142,7 @@ class Worker:
             "path": sys.path,
             "preload": options.preload,
             "memory_bytes": options.memory_bytes,
+            "niceness": options.niceness,
         }
         environment = {**os.environ, **_ENVIRONMENT}
         try:

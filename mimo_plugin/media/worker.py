@@ -50,12 +50,13 @@ def main(options_json: str) -> None:
 
     Args:
         options_json: ``fd`` of the socket, ``path`` (the server's ``sys.path``), ``preload``
-            (modules to import before saying ready) and ``memory_bytes`` (private memory that
-            this process may take, or null).
+            (modules to import before saying ready), ``memory_bytes`` (private memory that
+            this process may take, or null) and ``niceness``.
     """
     options = json.loads(options_json)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which closes us
     sys.path[:] = options["path"]
+    os.nice(options["niceness"])
     for name in options["preload"]:
         importlib.import_module(name)
     if options["memory_bytes"] is not None:

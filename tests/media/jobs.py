@@ -17,6 +17,7 @@ def describe(data, allocate):
     return {
         "pid": os.getpid(),
         "bytes": len(data),
+        "niceness": os.nice(0),
         "modules": sorted(sys.modules),
         "fds": sorted(os.listdir("/proc/self/fd")),
     }

@@ -3,7 +3,6 @@
 
 import asyncio
 import base64
-import functools
 import http.server
 import threading
 import time
@@ -21,7 +20,9 @@ from vllm.entrypoints.serve.exception_handling.error_response import (  # noqa: 
 )
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector  # noqa: E402
 
-from mimo_plugin.engines.vllm import media  # noqa: E402
+from mimo_plugin.config_vision import VisionConfig  # noqa: E402
+from mimo_plugin.engines.vllm import media, media_pool, media_switch  # noqa: E402
+from mimo_plugin.errors import ContractError  # noqa: E402
 from mimo_plugin.media.limits import DecodeTimeout, MediaError, MediaLimits  # noqa: E402
 from mimo_plugin.media.pool import PoolSettings  # noqa: E402
 from tests.media import jobs  # noqa: E402
@@ -71,14 +72,16 @@ def site():
     server.shutdown()
 
 
+QUICK = media.MediaSettings(pool=PoolSettings(workers=2, queue_timeout_s=2.0))
+
+
 @pytest.fixture(scope="module", autouse=True)
-def quick_pool():
-    before = media._settings
-    media.configure(media.MediaSettings(pool=PoolSettings(workers=2, queue_timeout_s=2.0)))
+def no_pool_is_left():
     yield
-    media.media_pool().close(grace_s=0.0)
-    media._pool = None
-    media.configure(before)
+    for pool in media_pool._pools.values():
+        pool.close(grace_s=0.0)
+    media_pool._pools.clear()
+    media_pool._engines.clear()
 
 
 @pytest.fixture(autouse=True)
@@ -88,8 +91,13 @@ def few_retries(monkeypatch):
         envs.disable_envs_cache()
 
 
-def connector(**given):
-    return media.MimoMediaConnector(connection=HTTPConnection(reuse_client=False), **given)
+def connector(settings=QUICK, media_io_kwargs=None, **given):
+    token = {"token": media_pool.remember(settings)}
+    return media.MimoMediaConnector(
+        {**(media_io_kwargs or {}), media_switch.TOKEN_KEY: token},
+        connection=HTTPConnection(reuse_client=False),
+        **given,
+    )
 
 
 def stock(**given):
@@ -177,7 +185,7 @@ def test_vllms_size_limit_and_time_out_hold(site, monkeypatch):
     assert time.monotonic() - before_s < 2.9  # the answer would have come after three
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", [name for name in HOSTILE if name not in ("1xN", "Nx1")])
 def test_hostile_input_is_answered_with_400_and_others_go_on(site, name):
     async def play():
         made = connector()
@@ -193,19 +201,16 @@ def test_hostile_input_is_answered_with_400_and_others_go_on(site, name):
         assert "allowed: " in answer.message and "\n" not in answer.message
 
 
-def test_vllms_pixel_limit_holds_and_ours_may_be_lower(monkeypatch):
+def test_limits_are_vllms_unless_an_engine_has_its_own(monkeypatch):
     jpeg = data_url(SOUND["jpeg"])  # 47 x 33 = 1551 pixels
     monkeypatch.setenv("VLLM_MAX_IMAGE_PIXELS", "1550")
     assert "1550 (max_pixels)" in refused(connector(), jpeg)[1]
     monkeypatch.setenv("VLLM_MAX_IMAGE_PIXELS", "0")
     assert fetch(connector(), jpeg).size == (47, 33)
-    before = media._settings
-    for ours, theirs, allowed in ((1000, "1200", 1000), (1300, "1200", 1200), (900, "0", 900)):
-        monkeypatch.setenv("VLLM_MAX_IMAGE_PIXELS", theirs)
-        limits = MediaLimits(max_pixels=ours)
-        media.configure(media.MediaSettings(pool=before.pool, limits=limits))
-        assert f"{allowed} (max_pixels)" in refused(connector(), jpeg)[1]
-    media.configure(before)
+    assert fetch(connector(), data_url(HOSTILE["1xN"][0])).size == (900, 1)  # the model's affair
+    limits = MediaLimits(max_expansion=2, expansion_floor_bytes=1000)
+    bounded = connector(media.MediaSettings(pool=QUICK.pool, limits=limits))
+    assert "allowed: up to 2 (max_expansion)" in refused(bounded, jpeg)[1]
 
 
 def test_wrong_settings_of_a_request_are_refused_as_in_stock():
@@ -214,40 +219,175 @@ def test_wrong_settings_of_a_request_are_refused_as_in_stock():
     assert refused(connector(**given), url) == refused(stock(**given), url)
 
 
-def test_a_hanging_decoder_is_a_400_and_a_full_pool_a_503(monkeypatch):
-    before = media._settings
+def test_a_hanging_decoder_is_a_400_and_a_full_pool_a_503():
     settings = PoolSettings(workers=1, max_queued=1, queue_timeout_s=0.5, job_timeout_s=1.5)
-    media.configure(media.MediaSettings(pool=settings))
+    pool = media.media_pool(settings)
 
     async def play():
-        made, url = connector(), data_url(SOUND["jpeg"])
-        hang = functools.partial(media.media_pool().run, jobs.sleep, seconds=60)
-        hanging = asyncio.create_task(hang())
-        while media.media_pool().stats().running == 0:
+        made, url = connector(media.MediaSettings(pool=settings)), data_url(SOUND["jpeg"])
+        hanging = asyncio.create_task(pool.run(jobs.sleep, seconds=60))
+        while pool.stats()["short"].running == 0:
             await asyncio.sleep(0.01)
         tasks = [asyncio.create_task(made.fetch_image_async(url)) for _ in range(2)]
         return await asyncio.gather(hanging, *tasks, return_exceptions=True)
 
     hanging, first, second = asyncio.run(play())
-    media.configure(before)
     assert isinstance(hanging, DecodeTimeout) and status_of(hanging) == 400
     assert first.size == (47, 33)  # it waited for the new worker
     assert status_of(second) == 503 and "fix: retry later" in str(second)
 
 
-def test_other_pool_settings_close_the_old_pool():
-    old = media.media_pool()
-    before = media._settings
-    media.configure(media.MediaSettings(pool=before.pool, limits=MediaLimits()))
-    assert media.media_pool() is old  # limits alone need no other processes
-    media.configure(media.MediaSettings(pool=PoolSettings(workers=1)))
-    assert media.media_pool() is not old
-    with pytest.raises(Exception, match="closed"):
-        old.run_sync(jobs.filled, shapes=[])
-    media.configure(before)
+# -- engines ---------------------------------------------------------------------------------
 
 
-def test_videos_are_left_to_vllms_loader(monkeypatch):
-    made = connector()
-    assert made.fetch_video.__func__ is MediaConnector.fetch_video
-    assert SimpleNamespace(**made.media_io_kwargs) == SimpleNamespace()
+@pytest.fixture
+def registry(monkeypatch):
+    monkeypatch.setattr(MEDIA_CONNECTOR_REGISTRY, "name2class", {"http": MediaConnector})
+    return MEDIA_CONNECTOR_REGISTRY
+
+
+def engine(api_processes=1, **media_io):
+    multimodal = SimpleNamespace(media_io_kwargs=media_io)
+    return SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=multimodal),
+        parallel_config=SimpleNamespace(_api_process_count=api_processes),
+    )
+
+
+def connector_for(registry, vllm_config, environ=None):
+    """What vLLM does for a request."""
+    return registry.load(
+        (environ or {}).get("VLLM_MEDIA_CONNECTOR", "http"),
+        media_io_kwargs=vllm_config.model_config.multimodal_config.media_io_kwargs,
+        allowed_local_media_path="",
+        allowed_media_domains=["a"],
+    )
+
+
+def switch_on(vllm_config, environ=None, broken=None, **settings):
+    media_switch.switch_on(vllm_config, VisionConfig(**settings), environ or {}, lambda tag: broken)
+
+
+def test_each_engine_of_a_process_has_its_own_settings_and_others_have_vllms(registry):
+    given = {"image": {"image_mode": "L"}}
+    first, second, stock_one = engine(**given), engine(), engine()
+    switch_on(first, decode_workers=3)
+    switch_on(second, decode_workers=2, decode_queue=5, decode_wait_s=1, decode_timeout_s=2,
+              decode_memory_mib=7, decode_max_expansion=50)  # fmt: skip
+    assert type(connector_for(registry, stock_one)) is MediaConnector
+    made = [connector_for(registry, one) for one in (first, second)]
+    assert [type(one) for one in made] == [media.MimoMediaConnector] * 2
+    assert [one.settings.pool.workers for one in made] == [3, 2]
+    assert made[0].allowed_media_domains == ["a"] and made[0].media_io_kwargs["image"]
+    assert given == {"image": {"image_mode": "L"}}  # the user's object
+    assert made[1].settings.pool == PoolSettings(
+        workers=2, max_queued=5, queue_timeout_s=1, job_timeout_s=2, memory_bytes=7 << 20
+    )
+    assert made[1].settings.limits.max_expansion == 50
+    pools = [media.media_pool(one.settings.pool) for one in made]
+    assert pools[0] is not pools[1]
+    assert media.media_pool() is pools[1]  # without settings: the engine configured last
+    assert media.media_pool(PoolSettings(**vars(pools[0].settings))) is pools[0]
+
+
+def test_api_processes_share_the_cores(registry, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(24))
+    found = []
+    for processes in (1, 4, 99):
+        one = engine(processes)
+        switch_on(one)
+        found.append(connector_for(registry, one).settings.pool.workers)
+    assert found == [8, 6, 1]
+
+
+def test_nothing_changes_where_nothing_is_asked_for(registry):
+    one = engine()
+    switch_on(one, decode="stock")
+    media_switch.register_named({}, lambda tag: None)
+    media_switch.register_named({"VLLM_MEDIA_CONNECTOR": "http"}, lambda tag: None)
+    assert registry.name2class == {"http": MediaConnector}
+    assert one.model_config.multimodal_config.media_io_kwargs == {}
+
+
+def test_the_variable_gives_every_engine_the_pool(registry):
+    environ = {"VLLM_MEDIA_CONNECTOR": "mimo"}
+    media_switch.register_named(environ, lambda tag: None)
+    assert registry.name2class["http"] is MediaConnector
+    made = connector_for(registry, engine(), environ)
+    assert type(made) is media.MimoMediaConnector
+    assert made.settings == media.MediaSettings()
+    one = engine()
+    switch_on(one, environ, decode_workers=1)
+    assert connector_for(registry, one, environ).settings.pool.workers == 1
+
+
+def test_a_connector_of_the_user_s_own_wins(registry, caplog):
+    environ = {"VLLM_MEDIA_CONNECTOR": "theirs"}
+    registry.register("theirs")(type("Theirs", (MediaConnector,), {}))
+    one = engine()
+    switch_on(one, environ)
+    assert type(connector_for(registry, one, environ)).__name__ == "Theirs"
+    assert one.model_config.multimodal_config.media_io_kwargs == {}
+    assert "'theirs'" in caplog.text
+    assert media_switch.why_not("auto", environ) is None
+    reason = media_switch.why_not("pool", environ)
+    assert "VLLM_MEDIA_CONNECTOR is 'theirs'" in reason and "fix: unset" in reason
+    for same in ({}, {"VLLM_MEDIA_CONNECTOR": "http"}, {"VLLM_MEDIA_CONNECTOR": "mimo"}):
+        assert media_switch.why_not("pool", same) is None
+
+
+def test_a_connector_that_stands_for_vllms_is_left_alone(registry, caplog):
+    theirs = type("Theirs", (MediaConnector,), {})
+    registry.register("http")(theirs)
+    one = engine()
+    switch_on(one)
+    assert type(connector_for(registry, one)) is theirs
+    assert "Theirs" in caplog.text
+    switch_on(engine())  # a second engine
+
+
+def test_a_vllm_that_lacks_something_decodes_itself(registry, caplog):
+    """Named, it is refused before (see register); with auto the log says so."""
+    assert media_switch.contracts_of("pool") == (media_switch.MEDIA_POOL,)
+    assert media_switch.contracts_of("auto") == media_switch.contracts_of("stock") == ()
+    one = engine()
+    switch_on(one, broken="vllm.x: gone")
+    assert type(connector_for(registry, one)) is MediaConnector
+    assert "vllm.x: gone" in caplog.text
+    with pytest.raises(ContractError, match="VLLM_MEDIA_CONNECTOR.*gone"):
+        media_switch.register_named({"VLLM_MEDIA_CONNECTOR": "mimo"}, lambda tag: "gone")
+
+
+def test_a_budget_of_the_request_is_charged():
+    """vLLM 0.33 counts the decoded bytes of a request; a connector that forgets has no limit."""
+    made, charged = connector(), []
+    made.decoded_budget = SimpleNamespace(charge=charged.append)
+    fetch(made, data_url(SOUND["jpeg"]))
+    assert charged == [4 * 47 * 33]
+
+
+def test_what_pools_do_is_counted_once_and_by_lane():
+    def counted(payload, part):
+        return {(name, *labels): value for name, labels, value in payload[part]}
+
+    report, settings = media_pool.PoolReport(), PoolSettings(workers=1, job_timeout_s=5.0)
+    report.drain()
+    made = connector(media.MediaSettings(pool=settings))
+    item = fetch(made, data_url(SOUND["jpeg"]))
+    with pytest.raises(MediaError):
+        fetch(made, data_url(b"no picture"))
+    with pytest.raises(MediaError):
+        media.media_pool(settings).run_sync(jobs.crash, timeout_s=60.0)
+    payload = report.drain()
+    counters, gauges = counted(payload, "inc"), counted(payload, "set")
+    jobs_done = {key[1:]: value for key, value in counters.items() if key[0] == "media_jobs"}
+    assert jobs_done == {("short", "done"): 1, ("short", "failed"): 1, ("long", "crashed"): 1}
+    assert counters["media_workers_started", "short"] == 1
+    assert counters["media_run_seconds", "short"] > 0
+    assert gauges["media_result_bytes", "short"] >= item.size[0] * item.size[1] * 3
+    assert gauges["media_workers", "short"] >= 1
+    assert report.drain() is None
+
+
+def test_videos_are_left_to_vllms_loader():
+    assert connector().fetch_video.__func__ is MediaConnector.fetch_video

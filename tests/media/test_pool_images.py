@@ -48,7 +48,6 @@ def local(data, **options):
 @pytest.mark.parametrize("name", SOUND)
 def test_pixels_settings_and_hash_are_vllms(name, settings, media):
     data = SOUND[name]
-    media.configure(media.MediaSettings(limits=MediaLimits(max_aspect_ratio=None)))
     stock_io = media.ImageMediaIO(**{"image_mode": "RGB", **settings})
     stock = stock_io.load_bytes(data)
     connector = media.MimoMediaConnector(media_io_kwargs={"image": settings})
@@ -80,12 +79,11 @@ def hash_of(item):
 def media():
     pytest.importorskip("vllm")
     from mimo_plugin.engines.vllm import media as module
+    from mimo_plugin.engines.vllm import media_pool
 
-    before = module._settings
     yield module
     module.media_pool().close(grace_s=0.0)
-    module._pool = None
-    module.configure(before)
+    media_pool._pools.clear()
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -105,7 +103,7 @@ def test_a_hundred_megapixels_are_refused_before_they_are_decoded(pool):
     data = encoded(Image.new("1", (10_000, 10_000)), "PNG")
     with pytest.raises(MediaError, match=r"10000x10000 = 100000000 pixels; .*50000000"):
         pool.run_sync(decode_image, data, limits=MediaLimits(max_pixels=50_000_000))
-    assert pool.stats().outstanding_bytes == 0
+    assert pool.stats()["short"].outstanding_bytes == 0
 
 
 def test_a_bomb_is_refused_by_its_expansion():
@@ -168,14 +166,14 @@ def test_numpy_sees_the_shared_pixels_without_a_copy(shared):
 
 
 def test_the_pixels_live_as_long_as_someone_looks_at_them(pool):
-    before = pool.stats().outstanding_bytes
+    before = pool.stats()["short"].outstanding_bytes
     result = pool.run_sync(decode_image, SOUND["jpeg"], limits=LIMITS)
     seen = np.asarray(image_of(result.meta, result.arrays[0]))
     del result
-    assert pool.stats().outstanding_bytes == before + 47 * 33 * 3
+    assert pool.stats()["short"].outstanding_bytes == before + 47 * 33 * 3
     assert int(seen.sum()) > 0
     del seen
-    assert pool.stats().outstanding_bytes == before
+    assert pool.stats()["short"].outstanding_bytes == before
 
 
 def test_pillow_works_on_a_copy(shared):
@@ -209,10 +207,10 @@ def test_it_is_an_ordinary_image_to_pillow(shared, through):
 
 
 def test_a_claimed_size_alone_takes_no_memory(pool):
-    before = pool.stats().outstanding_bytes
+    before = pool.stats()["short"].outstanding_bytes
     with pytest.raises(MediaError):
         pool.run_sync(decode_image, png_that_claims(8000, 8000), limits=LIMITS)
-    assert pool.stats().outstanding_bytes == before
+    assert pool.stats()["short"].outstanding_bytes == before
 
 
 def test_a_large_picture_crosses_intact(pool):

@@ -92,16 +92,8 @@ def test_the_published_model_fits(config):
             "--mm-processor-device",
         ),
         (
-            lambda c: setattr(
-                c, "ec_transfer_config", Fake(is_encode_only=True, ec_role="ec_producer")
-            ),
-            "encode-only",
-        ),
-        (
-            lambda c: setattr(
-                c, "ec_transfer_config", Fake(is_encode_only=False, ec_role="ec_consumer")
-            ),
-            "ec_consumer",
+            lambda c: setattr(c, "ec_transfer_config", Fake(ec_connector="ECExampleConnector")),
+            "the EC connector is ECExampleConnector",
         ),
         (
             lambda c: setattr(c.model_config.multimodal_config, "mm_encoder_only", True),
@@ -125,6 +117,30 @@ def test_what_does_not_fit_is_said_with_the_fix(config, change, words):
     reason = fit.why_not(config)
     assert reason is not None and words in reason and "fix:" in reason
     assert "\n" not in reason
+
+
+def test_the_shared_embedding_cache_fits(config):
+    multimodal = config.model_config.multimodal_config
+    for module in (None, "mimo_plugin.engines.vllm.ec_shared"):
+        for encode_only in (False, True):
+            config.ec_transfer_config = Fake(
+                ec_connector="MimoSharedECConnector",
+                ec_connector_module_path=module,
+                is_encode_only=encode_only,
+            )
+            multimodal.mm_encoder_only = encode_only  # as vLLM sets it
+            assert fit.why_not(config) is None
+    config.ec_transfer_config.is_encode_only = False
+    assert "--mm-encoder-only" in fit.why_not(config)
+    config.ec_transfer_config.ec_connector_module_path = "theirs"
+    assert "the EC connector is" in fit.why_not(config)
+
+
+def test_a_media_connector_of_the_user_s_own(config, monkeypatch):
+    monkeypatch.setenv("VLLM_MEDIA_CONNECTOR", "theirs")
+    assert fit.why_not(config) is None
+    config.additional_config = {"mimo": {"vision": {"decode": "pool"}}}
+    assert "VLLM_MEDIA_CONNECTOR is 'theirs'" in fit.why_not(config)
 
 
 def test_text_models_and_text_only_engines_leave_it_out_silently(config):

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's encoder-cache connector over the shared-memory cache of the node.
 
-Every instance of a node that is started with this connector and the same checkpoint stores what
-its encoder makes, and takes what another one made. Use::
+Every instance of a node that is started with this connector, and whose encoder makes the same
+embeddings, stores what it makes and takes what another one made. The switch fills in the module::
 
     --ec-transfer-config '{"ec_connector": "MimoSharedECConnector", "ec_role": "ec_both",
-        "ec_connector_module_path": "mimo_plugin.engines.vllm.ec_shared",
         "ec_connector_extra_config": {"capacity_mib": 2048}}'
 
 vLLM asks its scheduler whether an item is cached, and its worker to load it later. In between, the
@@ -13,14 +12,13 @@ scheduler holds the entry, so that it can't be evicted: the worker reports what 
 scheduler lets go. A hit needs the key and the number of embeddings that the request expects; the
 expectation comes with the request, before vLLM asks by identifier alone.
 
-The name of the cache covers the model, its revision, dtype, quantisation and load format, and the
-identifiers that vLLM gives cover content and processor settings.
+The name of the cache says which encoder and pixels embeddings are of
+(:mod:`~mimo_plugin.engines.vllm.ec_key`); the identifiers that vLLM gives say of which content.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,12 +30,16 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorWorkerMetadata,
 )
 
-from mimo_plugin.engines.vllm.register import LOGGER_NAME
+from mimo_plugin.engines.vllm.ec_key import cache_name
+from mimo_plugin.engines.vllm.ec_stats import (
+    EncoderCacheProm,
+    EncoderCacheStats,
+    SchedulerReport,
+    WorkerCounts,
+    added,
+)
 from mimo_plugin.errors import setting_error
-from mimo_plugin.media.keys import content_key
 from mimo_plugin.media.shared import SharedCache
-
-logger = logging.getLogger(LOGGER_NAME)
 
 DEFAULT_CAPACITY_MIB = 1024
 DEFAULT_MAX_ENTRIES = 4096
@@ -53,13 +55,14 @@ class LoadPlan(ECConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class Loaded(ECConnectorWorkerMetadata):  # type: ignore[misc]
-    """Worker to scheduler: identifiers that are in vLLM's encoder cache now."""
+    """Worker to scheduler: identifiers that are in vLLM's encoder cache now, and counters."""
 
     identifiers: set[str] = field(default_factory=set)
+    counts: dict[str, int] = field(default_factory=dict)
 
     def aggregate(self, other: ECConnectorWorkerMetadata) -> Loaded:
         """What all workers have; an item that one lacks must stay held."""
-        return Loaded(self.identifiers & other.identifiers)
+        return Loaded(self.identifiers & other.identifiers, added(self.counts, other.counts))
 
 
 class MimoSharedECConnector(ECConnectorBase):  # type: ignore[misc]
@@ -73,12 +76,14 @@ class MimoSharedECConnector(ECConnectorBase):  # type: ignore[misc]
         super().__init__(vllm_config=vllm_config, role=role)
         self._cache = open_cache(vllm_config)
         # scheduler
+        self._report = SchedulerReport(self._cache)
         self._expected: dict[str, int] = {}
         self._holds: dict[str, contextlib.ExitStack] = {}
         self._plan: dict[str, int] = {}
         self._in_flight: set[str] = set()
         # worker
         self._loaded: set[str] = set()
+        self._counts = WorkerCounts(self._cache.counts)
 
     # -- scheduler -----------------------------------------------------------------------------
 
@@ -98,7 +103,7 @@ class MimoSharedECConnector(ECConnectorBase):  # type: ignore[misc]
         if expected is None:
             return False
         stack = contextlib.ExitStack()
-        if stack.enter_context(self._cache.hold(identifier, expected)) is None:
+        if stack.enter_context(self._cache.hold(identifier, expected, count=False)) is None:
             stack.close()
             return False
         self._holds[identifier] = stack
@@ -109,6 +114,10 @@ class MimoSharedECConnector(ECConnectorBase):  # type: ignore[misc]
         identifier = request.mm_features[index].identifier
         if identifier in self._holds:
             self._plan[identifier] = request.get_num_encoder_embeds(index)
+            self._report.looked_up("hit")
+        elif self.is_consumer:
+            other = self._cache.contains(identifier)
+            self._report.looked_up("mismatch" if other else "miss")
 
     def build_connector_meta(self, scheduler_output: Any) -> LoadPlan:
         """The loads of this step; what was asked about and not scheduled is let go."""
@@ -122,6 +131,7 @@ class MimoSharedECConnector(ECConnectorBase):  # type: ignore[misc]
         """Let go of what the workers have loaded."""
         report = connector_output.ec_connector_worker_meta
         if isinstance(report, Loaded):
+            self._report.worked(report.counts)
             for identifier in report.identifiers & self._holds.keys():
                 self._in_flight.discard(identifier)
                 self._holds.pop(identifier).close()
@@ -154,11 +164,34 @@ class MimoSharedECConnector(ECConnectorBase):  # type: ignore[misc]
             store(self._cache, mm_hash, encoder_cache[mm_hash])
 
     def build_connector_worker_meta(self) -> Loaded | None:
-        """What was loaded since the last report."""
+        """What was loaded and counted since the last report."""
         loaded, self._loaded = self._loaded, set()
-        return Loaded(loaded) if loaded else None
+        counts = self._counts.drain()
+        return Loaded(loaded, counts) if loaded or counts else None
 
     # -- both ----------------------------------------------------------------------------------
+
+    def get_ec_connector_stats(self) -> EncoderCacheStats | None:
+        """Counters since the last call, the workers' among them; a worker itself has none."""
+        return self._report.drain()
+
+    @classmethod
+    def build_ec_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> EncoderCacheStats | None:
+        """What ``get_ec_connector_stats`` gave, in the API process."""
+        return EncoderCacheStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> EncoderCacheProm:
+        """The metrics of the cache in the API process."""
+        return EncoderCacheProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         """Let go of everything and leave the cache."""
@@ -207,22 +240,8 @@ def open_cache(vllm_config: Any) -> SharedCache:
             raise setting_error(
                 f"ec_connector_extra_config.{setting}", value, "a whole number above 0", "change it"
             )
-    model = vllm_config.model_config
-    key = content_key(
-        "embedding-cache",
-        b"",
-        mode=str(model.dtype),
-        size=(),
-        settings={
-            "model": str(model.model),
-            "revision": str(model.revision),
-            "quantization": str(model.quantization),
-            "load_format": str(vllm_config.load_config.load_format),
-            "name": str(extra.get("name", "")),
-        },
-    )
     return SharedCache(
-        f"mimo-ec-{key}",
+        cache_name(vllm_config, str(extra.get("name", ""))),
         capacity_bytes=extra.get("capacity_mib", DEFAULT_CAPACITY_MIB) << 20,
         max_entries=extra.get("max_entries", DEFAULT_MAX_ENTRIES),
     )

@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's media connector, with pictures decoded in the pool.
 
-``VLLM_MEDIA_CONNECTOR=mimo`` selects it. Downloading is vLLM's own, with its time-outs, retries,
-allowed domains and paths, redirects, size limit and file cache. What differs: a picture is decoded
-in a worker process, so that decoding holds neither the event loop nor the interpreter lock of the
-API server, and input that crashes or hangs a decoder fails its own request only. The bytes and the
-decode settings stay with the picture, so vLLM's hash of it is the same.
+Downloading is vLLM's own, with its time-outs, retries, allowed domains and paths, redirects, size
+limit and file cache. What differs: a picture is decoded in a worker process, so that decoding holds
+neither the event loop nor the interpreter lock of the API server, and input that crashes or hangs a
+decoder fails its own request only. The bytes and the decode settings stay with the picture, so
+vLLM's hash of it is the same.
+
+vLLM finds its connector in a registry, by the name in ``VLLM_MEDIA_CONNECTOR``. An engine with
+``vision.decode`` carries a token in its ``media_io_kwargs``; under vLLM's own name the registry
+then holds :func:`connector_of`, which gives those with a token this connector and all others
+vLLM's. ``VLLM_MEDIA_CONNECTOR=mimo`` gives every engine of the process this one.
 """
 
 from __future__ import annotations
 
-import threading
-from dataclasses import dataclass, field, replace
+import logging
+from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -28,63 +33,49 @@ from vllm.multimodal.media import (
     MediaWithBytes,
 )
 
+from mimo_plugin.config_vision import VisionConfig
+from mimo_plugin.engines.vllm.media_pool import (
+    MediaSettings,
+    media_pool,
+    recall,
+    remember,
+    settings_of,
+)
+from mimo_plugin.engines.vllm.media_switch import CONNECTOR, STOCK_CONNECTOR, TOKEN_KEY
 from mimo_plugin.media.images import decode_image, image_of
 from mimo_plugin.media.limits import MediaLimits
-from mimo_plugin.media.pool import JobResult, MediaPool, PoolBusy, PoolClosed, PoolSettings
+from mimo_plugin.media.pool import JobResult, PoolBusy, PoolClosed
 
-NAME = "mimo"
-"""What ``VLLM_MEDIA_CONNECTOR`` says to select this connector."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MediaSettings:
-    """Settings of this process.
-
-    Attributes:
-        pool: processes, queue and memory.
-        limits: of a picture; ``max_pixels`` None means what ``VLLM_MAX_IMAGE_PIXELS`` says.
-    """
-
-    pool: PoolSettings = field(default_factory=PoolSettings)
-    limits: MediaLimits = field(default_factory=lambda: MediaLimits(max_pixels=None))
-
-    def image_limits(self) -> MediaLimits:
-        """The limits of a picture, vLLM's own among them."""
-        allowed = envs.VLLM_MAX_IMAGE_PIXELS
-        if allowed <= 0 or (self.limits.max_pixels or allowed) < allowed:
-            return self.limits
-        return replace(self.limits, max_pixels=allowed)
-
-
-_lock = threading.Lock()
-_settings = MediaSettings()
-_pool: MediaPool | None = None
-
-
-def configure(settings: MediaSettings) -> None:
-    """Take other settings; a pool that runs with others is closed."""
-    global _settings, _pool
-    with _lock:
-        previous, _settings = _settings, settings
-        stale = _pool if previous.pool != settings.pool else None
-        if stale is not None:
-            _pool = None
-    if stale is not None:
-        stale.close()
-
-
-def media_pool() -> MediaPool:
-    """This process' pool, for pictures and for the jobs of the video loader."""
-    global _pool
-    with _lock:
-        if _pool is None:
-            _pool = MediaPool(_settings.pool)
-        return _pool
+logger = logging.getLogger("vllm.mimo_plugin")
 
 
 def register() -> None:
     """Make the connector known to vLLM under its name; a second call changes nothing."""
-    MEDIA_CONNECTOR_REGISTRY.register(NAME)(MimoMediaConnector)
+    MEDIA_CONNECTOR_REGISTRY.register(CONNECTOR)(MimoMediaConnector)
+
+
+def attach(vllm_config: Any, config: VisionConfig) -> None:
+    """Have this engine's pictures decoded in the pool, in the processes that fetch them."""
+    multimodal = vllm_config.model_config.multimodal_config
+    settings = settings_of(config, vllm_config.parallel_config._api_process_count)
+    token = remember(settings)
+    multimodal.media_io_kwargs = {**multimodal.media_io_kwargs, TOKEN_KEY: {"token": token}}
+    register()
+    found = MEDIA_CONNECTOR_REGISTRY.name2class.get(STOCK_CONNECTOR)
+    if found not in (MediaConnector, connector_of):
+        logger.warning(
+            "mimo vision: %s stands for vLLM's media connector here, so it decodes pictures", found
+        )
+        return
+    MEDIA_CONNECTOR_REGISTRY.register(STOCK_CONNECTOR)(connector_of)
+    logger.info("mimo vision: pictures are decoded in %d processes", settings.pool.workers)
+
+
+def connector_of(media_io_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> MediaConnector:
+    """The connector of one request: ours for engines that asked for it, else vLLM's."""
+    ours = media_io_kwargs is not None and TOKEN_KEY in media_io_kwargs
+    kind = MimoMediaConnector if ours else MediaConnector
+    return kind(media_io_kwargs=media_io_kwargs, **kwargs)
 
 
 class _Encoded(MediaIO):  # type: ignore[misc]
@@ -104,6 +95,11 @@ class _Encoded(MediaIO):  # type: ignore[misc]
 class MimoMediaConnector(MediaConnector):  # type: ignore[misc]
     """vLLM's connector with another way to decode pictures; all else is inherited."""
 
+    @property
+    def settings(self) -> MediaSettings:
+        """Those of the engine that the request came to."""
+        return recall(self.media_io_kwargs.get(TOKEN_KEY, {}).get("token"))
+
     def fetch_image(self, image_url: str, *, image_mode: str | None = "RGB") -> MediaWithBytes:
         """Fetch and decode; blocks.
 
@@ -111,52 +107,58 @@ class MimoMediaConnector(MediaConnector):  # type: ignore[misc]
             MediaError: the picture can't be used (HTTP 400).
             GracefulHTTPError: no place or memory in time (HTTP 503).
         """
-        image_io = self._image_io(image_mode)
+        image_io, settings = self._loader(image_mode), self.settings
         data = self.load_from_url(
             image_url, _Encoded(), fetch_timeout=envs.VLLM_IMAGE_FETCH_TIMEOUT
         )
+        options = _options(image_io, settings.limits)
         try:
-            result = media_pool().run_sync(decode_image, data, **_options(image_io))
+            result = media_pool(settings.pool).run_sync(decode_image, data, **options)
         except (PoolBusy, PoolClosed) as problem:
             raise _unavailable(problem) from None
-        return _with_bytes(result, data, image_io)
+        return self._with_bytes(result, data, image_io)
 
     async def fetch_image_async(
         self, image_url: str, *, image_mode: str | None = "RGB"
     ) -> MediaWithBytes:
         """:meth:`fetch_image` for the event loop, which it never blocks."""
-        image_io = self._image_io(image_mode)
+        image_io, settings = self._loader(image_mode), self.settings
         data = await self.load_from_url_async(
             image_url, _Encoded(), fetch_timeout=envs.VLLM_IMAGE_FETCH_TIMEOUT
         )
+        options = _options(image_io, settings.limits)
         try:
-            result = await media_pool().run(decode_image, data, **_options(image_io))
+            result = await media_pool(settings.pool).run(decode_image, data, **options)
         except (PoolBusy, PoolClosed) as problem:
             raise _unavailable(problem) from None
-        return _with_bytes(result, data, image_io)
+        return self._with_bytes(result, data, image_io)
 
-    def _image_io(self, image_mode: str | None) -> Any:
+    def _loader(self, image_mode: str | None) -> Any:
         """vLLM's own loader, which checks the request's settings; it decodes nothing here."""
         return ImageMediaIO(**{"image_mode": image_mode, **self.media_io_kwargs.get("image", {})})
 
+    def _with_bytes(self, result: JobResult, data: bytes, image_io: Any) -> MediaWithBytes:
+        io_config = None
+        if result.meta["converted"]:  # what vLLM's loader notes for the hash, under the same names
+            io_config = {
+                "image_mode": image_io.image_mode,
+                "rgba_background_color": image_io.rgba_background_color,
+            }
+        budget = getattr(self, "decoded_budget", None)  # of the request, from vLLM 0.33 on
+        if budget is not None:
+            width, height = result.meta["size"]
+            budget.charge(4 * width * height)  # as vLLM's loader counts
+        return MediaWithBytes(image_of(result.meta, result.arrays[0]), data, io_config)
 
-def _options(image_io: Any) -> dict[str, Any]:
+
+def _options(image_io: Any, limits: MediaLimits) -> dict[str, Any]:
+    allowed = envs.VLLM_MAX_IMAGE_PIXELS
     return {
-        "limits": _settings.image_limits(),
+        "limits": replace(limits, max_pixels=allowed if allowed > 0 else None),
         "mode": image_io.image_mode,
         "background": image_io.rgba_background_color,
         "formats": ALLOWED_IMAGE_FORMATS,
     }
-
-
-def _with_bytes(result: JobResult, data: bytes, image_io: Any) -> MediaWithBytes:
-    io_config = None
-    if result.meta["converted"]:  # what vLLM's loader notes for the hash, under the same names
-        io_config = {
-            "image_mode": image_io.image_mode,
-            "rgba_background_color": image_io.rgba_background_color,
-        }
-    return MediaWithBytes(image_of(result.meta, result.arrays[0]), data, io_config)
 
 
 def _unavailable(problem: Exception) -> GracefulHTTPError:

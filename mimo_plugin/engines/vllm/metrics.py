@@ -16,9 +16,10 @@ from typing import Any
 
 from mimo_plugin import __version__
 from mimo_plugin.engines.vllm import register
+from mimo_plugin.engines.vllm.media_pool import REPORT as MEDIA_REPORT
 from mimo_plugin.engines.vllm.video.report import REPORT as VIDEO_REPORT
 from mimo_plugin.engines.vllm.vision.report import REPORT as VISION_REPORT
-from mimo_plugin.metrics import METRICS, PAYLOAD_VERSION, PREFIX, SPECS, MetricSpec
+from mimo_plugin.metrics import METRICS, PAYLOAD_VERSION, PREFIX, MetricSpec
 
 STATS_KEY = "mimo"
 """Key of the payload in ``SchedulerStats.kv_connector_stats``."""
@@ -72,11 +73,16 @@ def take_payload(scheduler_stats: Any) -> dict[str, Any] | None:
 class PrometheusSink:
     """The Prometheus collectors of all engines of one model in this process."""
 
-    def __init__(self, model_name: str, engine_indexes: list[int]) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        engine_indexes: list[int],
+        specs: tuple[MetricSpec, ...] = METRICS,
+    ) -> None:
         self._model_name = model_name
-        self._collectors = {spec.name: _collector(spec) for spec in METRICS}
+        self._collectors = {spec.name: _collector(spec) for spec in specs}
         # Series without labels of their own exist from the start, at 0.
-        for spec in METRICS:
+        for spec in specs:
             if not spec.labels and spec.kind != "gauge":
                 for engine_idx in engine_indexes:
                     self._series(spec.name, [], engine_idx)
@@ -107,7 +113,7 @@ class PrometheusSink:
                     series.observe(value)
 
     def _known(self, name: str) -> bool:
-        if name in SPECS:
+        if name in self._collectors:
             return True
         self._warn(f"metric {name!r}")
         return False
@@ -132,7 +138,8 @@ def _collector(spec: MetricSpec) -> Any:
     if spec.kind == "counter":
         return prometheus_client.Counter(name, spec.help, labels)
     if spec.kind == "gauge":
-        return prometheus_client.Gauge(name, spec.help, labels, multiprocess_mode="mostrecent")
+        mode = "livesum" if spec.per_process else "mostrecent"
+        return prometheus_client.Gauge(name, spec.help, labels, multiprocess_mode=mode)
     return prometheus_client.Histogram(name, spec.help, labels, buckets=spec.buckets)
 
 
@@ -147,6 +154,7 @@ def _logger_class() -> type:
             self.sink = PrometheusSink(
                 str(vllm_config.model_config.served_model_name), engine_indexes
             )
+            self.first_engine = engine_indexes[0]
             config = register.config_from(vllm_config)
             for engine_idx in engine_indexes:
                 self.sink.set("degraded", 0 if config else 1, [], engine_idx)
@@ -165,6 +173,13 @@ def _logger_class() -> type:
             for found in (payload, VISION_REPORT.drain(), VIDEO_REPORT.drain()):
                 if found is not None:
                     self.sink.apply(found, engine_idx)
+            self.log()
+
+        def log(self) -> None:
+            """What belongs to the process goes to its first engine; also when none works."""
+            found = MEDIA_REPORT.drain()
+            if found is not None:
+                self.sink.apply(found, self.first_engine)
 
         def log_engine_initialized(self) -> None:
             pass

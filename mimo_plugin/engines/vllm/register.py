@@ -22,6 +22,8 @@ from mimo_plugin import __version__
 from mimo_plugin.config import DEGRADED_KEY, SECTION, MimoConfig, parse_config, parse_strict
 from mimo_plugin.config import section_of as _section_of
 from mimo_plugin.contracts import check_vllm
+from mimo_plugin.contracts.vllm_media import ENCODER_CACHE
+from mimo_plugin.engines.vllm import ec_switch, media_switch
 from mimo_plugin.engines.vllm.version import installed_vllm, require_supported
 from mimo_plugin.errors import (
     ContractError,
@@ -111,6 +113,23 @@ def complete_arguments(engine_args: Any, environ: Mapping[str, str]) -> None:
             raise
 
 
+def prepare_parts(engine_args: Any, environ: Mapping[str, str]) -> None:
+    """Find the connectors of ours that are named without the section: for media, for embeddings.
+
+    Raises:
+        ContractError: this vLLM lacks what one of them relies on.
+    """
+    media_switch.register_named(environ, first_problem)
+    if ec_switch.is_ours(getattr(engine_args, "ec_transfer_config", None)):
+        problem = first_problem(ENCODER_CACHE)
+        if problem is not None:
+            raise ContractError(
+                f"ec_connector: found {ec_switch.CONNECTOR!r}, but this vLLM lacks what it relies "
+                f"on: {problem}; fix: run `mimo doctor`, or use another connector"
+            )
+        ec_switch.complete(engine_args)
+
+
 def activate(vllm_config: Any, *, environ: Mapping[str, str] | None = None) -> MimoConfig | None:
     """Switch on what the ``mimo`` section of ``vllm_config`` asks for.
 
@@ -145,11 +164,14 @@ def _activate(vllm_config: Any, environ: Mapping[str, str]) -> MimoConfig | None
     if config is None:
         return None
     engine = require_supported()
-    problems = _contract_problems(config.features)
+    wanted = config.features
+    if "vision" in wanted:
+        wanted += media_switch.contracts_of(config.vision.decode)
+    problems = _contract_problems(wanted)
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ContractError(
-            f"{engine.label} lacks what features {', '.join(config.features)} rely on: "
+            f"{engine.label} lacks what features {', '.join(wanted)} rely on: "
             f"{one_line(problems[0])}{more}; fix: run `mimo doctor`, use an unmodified release"
         )
     features = _fitting(vllm_config, config)
@@ -176,6 +198,7 @@ def _activate(vllm_config: Any, environ: Mapping[str, str]) -> MimoConfig | None
         _mtp_configuration().configure(vllm_config)
     if "vision" in features:
         _vision_configuration().configure(vllm_config, config)
+        media_switch.switch_on(vllm_config, config.vision, environ, first_problem)
     if "video" in features:
         _video_configuration().configure(vllm_config, config)
     _write_section(vllm_config, config.to_dict())
@@ -205,6 +228,11 @@ def _as_mimo_error(error: Exception) -> MimoError:
 @lru_cache(maxsize=8)
 def _contract_problems(features: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(check_vllm(features=features))
+
+
+def first_problem(tag: str) -> str | None:
+    """The first broken contract of a feature or part, in one line; None when all hold."""
+    return next((one_line(problem) for problem in _contract_problems((tag,))), None)
 
 
 def _fitting(vllm_config: Any, config: MimoConfig) -> tuple[str, ...]:

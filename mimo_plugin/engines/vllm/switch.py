@@ -117,9 +117,10 @@ def _with_option(option: str, additional_config: Any) -> dict[str, Any]:
 def _wrap_create_engine_config(stock: Callable[..., Any]) -> Callable[..., Any]:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         section = section_of(getattr(self, "additional_config", None))
-        if section is None:
-            return stock(self, *args, **kwargs)
         try:
+            register.prepare_parts(self, os.environ)
+            if section is None:
+                return stock(self, *args, **kwargs)
             # Before vLLM reads the model: a wrong setting is reported at once.
             register.check_section(section, os.environ)
             given = getattr(self, "speculative_config", None)

@@ -19,7 +19,7 @@ from vllm.multimodal.media.video import VideoMediaIO
 from vllm.multimodal.video import VIDEO_LOADER_REGISTRY, VideoLoader
 
 from mimo_plugin.core.frames import VideoError
-from mimo_plugin.engines.vllm.media import media_pool
+from mimo_plugin.engines.vllm.media_pool import media_pool
 from mimo_plugin.engines.vllm.video.job import Order, read_video
 from mimo_plugin.engines.vllm.video.names import LOADER, ROWS_KEY, SETUP_KEY
 from mimo_plugin.engines.vllm.video.options import Asked, parse

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from mimo_plugin.core.pixels import PixelError
+from mimo_plugin.engines.vllm import ec_switch, media_switch
 from mimo_plugin.engines.vllm.vision.configure import setup_from
 from mimo_plugin.engines.vllm.vision.limits import check_kwargs
 from mimo_plugin.engines.vllm.vision.names import (
@@ -69,6 +71,8 @@ def _why_model(vllm_config: Any) -> str | None:
 
 
 def _why_engine(vllm_config: Any) -> str | None:
+    from mimo_plugin.engines.vllm.register import config_from
+
     multimodal = vllm_config.model_config.multimodal_config
     device = multimodal.get_mm_processor_device_type()
     if device not in (None, "cpu"):
@@ -78,19 +82,22 @@ def _why_engine(vllm_config: Any) -> str | None:
             '"device" from --mm-processor-kwargs'
         )
     transfer = vllm_config.ec_transfer_config
-    if transfer is not None:
-        role = "encode-only" if transfer.is_encode_only else transfer.ec_role
+    if transfer is not None and not ec_switch.is_ours(transfer):
         return (
-            f"this is an {role} instance with an EC connector, whose embeddings other instances "
-            "use under keys that do not say how pixels were made; not served in this version; "
-            f"{_LEAVE_OUT}"
+            f"the EC connector is {transfer.ec_connector}, which hands embeddings to other "
+            "instances under keys that do not say how pixels were made; needed: "
+            f"{ec_switch.CONNECTOR}, whose keys do; fix: name it in --ec-transfer-config, or leave "
+            "vision out of --plugin mimo:…"
         )
-    if multimodal.mm_encoder_only:
+    if multimodal.mm_encoder_only and not (transfer is not None and transfer.is_encode_only):
         return (
-            "--mm-encoder-only makes this an encode-only instance, which is not served in this "
-            f"version; {_LEAVE_OUT}"
+            "--mm-encoder-only makes this an instance without a language model, whose embeddings "
+            f"nobody gets; fix: use --ec-transfer-config with {ec_switch.CONNECTOR} and the role "
+            "ec_producer, or leave vision out of --plugin mimo:…"
         )
-    return None
+    config = config_from(vllm_config)
+    assert config is not None
+    return media_switch.why_not(config.vision.decode, os.environ)
 
 
 def _why_pixels(vllm_config: Any) -> str | None:
