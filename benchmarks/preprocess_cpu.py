@@ -25,7 +25,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from mimo_plugin.core.pixels import Item, PixelSpec, mimo_spec, qwen_spec, target_size
+from mimo_plugin.core.pixels import Item, PixelSpec, mimo_spec, target_size
+from mimo_plugin.core.qwen_pixels import qwen_spec
 from mimo_plugin.kernels.preprocess import cpu, reference
 from mimo_plugin.kernels.preprocess.plan import make_plan
 from mimo_plugin.kernels.preprocess.traffic import Traffic, bytes_touched

@@ -21,10 +21,10 @@ from mimo_plugin.core.pixels import (
     grid_of,
     mimo_spec,
     patch_rows_of,
-    qwen_spec,
     resize_on_host,
     target_size,
 )
+from mimo_plugin.core.qwen_pixels import qwen_spec
 
 CONFIG = {"vision_config": {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}}
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)

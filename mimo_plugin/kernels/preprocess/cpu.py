@@ -26,7 +26,7 @@ from mimo_plugin.kernels.preprocess.taps import byte_values
 
 logger = logging.getLogger("vllm.mimo_plugin")
 
-KINDS: dict[Any, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+KINDS: dict[Any, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3}
 """Output types, as ``loops`` counts them."""
 
 MIDDLE_LIMIT_BYTES = 128 * 2**20
@@ -80,7 +80,7 @@ def patch_rows(
 def _empty(rows: int, values: int, dtype: Any) -> Any:
     """A tensor in memory of numpy, which asks the kernel for huge pages: a quarter of the time for
     the page faults of a large one."""
-    memory: Any = np.empty((rows, values), np.int32 if dtype == torch.float32 else np.int16)
+    memory: Any = np.empty((rows, values), f"u{dtype.itemsize}")
     return torch.from_numpy(memory).view(dtype)
 
 
@@ -97,7 +97,7 @@ def _run(plan: Plan, packed: Any, out: Any, threads: int) -> None:
     """Fill ``out`` [rows, row values]."""
     spec, kind = plan.spec, KINDS[out.dtype]
     loops = _loops()
-    target = out.numpy() if kind == 0 else out.view(torch.int16).numpy().view(np.uint16)
+    target = _stored(out)
     values = _encoded_values(spec, out.dtype)
     lines = [grid_of(spec, item) for item in plan.items]
     jobs = np.cumsum([depth * down for depth, down, _ in lines])
@@ -144,8 +144,14 @@ def _pool(threads: int, process: int) -> ThreadPoolExecutor:
 @lru_cache(maxsize=64)
 def _encoded_values(spec: PixelSpec, dtype: Any) -> Any:
     """[3, 256], what a byte becomes, as the loops store it."""
-    values = torch.from_numpy(byte_values(spec).copy()).to(dtype)
-    return values.numpy() if dtype == torch.float32 else values.view(torch.int16).numpy().view("u2")
+    return _stored(torch.from_numpy(byte_values(spec).copy()).to(dtype))
+
+
+def _stored(values: Any) -> Any:
+    """A tensor as the loops store it: numpy has no bfloat16."""
+    if values.dtype in (torch.float32, torch.uint8):
+        return values.numpy()
+    return values.view(torch.int16).numpy().view(np.uint16)
 
 
 _compile_lock = threading.Lock()
