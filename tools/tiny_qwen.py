@@ -140,7 +140,7 @@ def hf_config(size: TinyQwen) -> Any:
         text["head_dim"] = HEAD_DIM
     if size.family.endswith("moe"):
         text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-        text |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
+        text |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
     return getattr(transformers, f"{family.classes}Config")(
         architectures=[f"{family.classes}ForConditionalGeneration"],
         text_config=text,
@@ -209,7 +209,8 @@ def make_weights(size: TinyQwen, config: Any, vocab: dict[str, int]) -> dict[str
             values = torch.randn(found.shape, generator=generator) * 0.1
         if found.ndim > 1 and "embed_tokens" not in name:
             values = values * (_gain(name) / math.sqrt(math.prod(found.shape[1:])))
-        tensors[name] = values
+        # Published checkpoints have the matrices of experts the other way round.
+        tensors[name] = values.transpose(1, 2) if ".experts." in name else values
     head = tensors["lm_head.weight"]
     head[[i for piece, i in vocab.items() if not tiny_mimo.speakable(piece)]] = 0.0
     head[len(vocab) :] = 0.0

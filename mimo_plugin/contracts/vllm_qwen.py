@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from functools import partial
 
-from mimo_plugin.contracts.row import Contract, call, class_, replaced
+from mimo_plugin.contracts.row import Contract, call, class_
 
 QWEN_TAG = "vision-qwen"
 """In place of a feature: a missing symbol here is nothing to other models of the feature."""
 
 _call = partial(call, features=(QWEN_TAG,))
 _class = partial(class_, features=(QWEN_TAG,))
-_name = partial(replaced, features=(QWEN_TAG,))
 
 _MODELS = "model_executor.models"
 _PROCESSOR = "multimodal.processing.processor"
@@ -131,11 +130,6 @@ _PROCESSOR_ROWS = (
         has="get_processor_data",
     ),
     _class("multimodal.parse", "MultiModalDataItems", "media of a request"),
-    _name(
-        "transformers_utils.processor",
-        "cached_get_image_processor",
-        "reads what the checkpoint's image processor says",
-    ),
     _call(
         "transformers_utils.processor",
         "get_image_processor",

@@ -17,7 +17,6 @@ from PIL import Image
 
 from mimo_plugin.core.pixels import PixelError
 from tests.vision.conftest import movie, picture
-from tools import tiny_qwen
 
 pytestmark = pytest.mark.vllm
 
@@ -29,17 +28,7 @@ PILLOW = {"use_fast": False}
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """A checkpoint for each family."""
-    folder = tmp_path_factory.mktemp("tiny-qwen")
-    return {
-        name: tiny_qwen.make(folder / name, tiny_qwen.TinyQwen(family=name))
-        for name in tiny_qwen.FAMILIES
-    }
-
-
-@pytest.fixture(scope="module")
-def processor_of(models):
+def processor_of(qwen_models):
     """Stock's processor that computes with Pillow, or the plugin's with ``settings``."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.multimodal import MULTIMODAL_REGISTRY
@@ -55,7 +44,7 @@ def processor_of(models):
             mimo = {"mimo": {"features": ["vision"], "vision": vision}}
         kwargs = {} if mimo else {"mm_processor_kwargs": PILLOW}
         args = EngineArgs(
-            model=str(models[family]),
+            model=str(qwen_models[family]),
             dtype="float32",
             max_model_len=8192,
             additional_config=mimo,
@@ -182,7 +171,7 @@ def test_settings_of_a_request_act_as_in_stock(both, kwargs):
     same(*both, IMAGE, {"image": [in_mode("RGB", 300, 400, 5)]}, **kwargs)
 
 
-def test_a_limit_of_a_request_goes_before_the_engine_s(models):
+def test_a_limit_of_a_request_goes_before_the_engine_s(qwen_models):
     """Under the other name: what stock does depends on the family, and so does ours."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.multimodal import MULTIMODAL_REGISTRY
@@ -191,7 +180,7 @@ def test_a_limit_of_a_request_goes_before_the_engine_s(models):
         pair = []
         for mimo in ({}, {"mimo": {"features": ["vision"]}}):
             args = EngineArgs(
-                model=str(models[family]),
+                model=str(qwen_models[family]),
                 dtype="float32",
                 max_model_len=8192,
                 mm_processor_kwargs={"max_pixels": 50_000, **PILLOW},
@@ -228,12 +217,12 @@ def pixels_of(rows, patches):
     return split.permute(0, 2, 5, 1, 3, 6, 4).reshape(patches * 14, patches * 14, 3).numpy()
 
 
-def test_the_torchvision_processor_differs_by_rounding_only(processor_of, models):
+def test_the_torchvision_processor_differs_by_rounding_only(processor_of, qwen_models):
     """What stock takes by default: ours is the other one, and this is how far apart they are."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
-    args = EngineArgs(model=str(models["qwen2_5_vl"]), dtype="float32", max_model_len=8192)
+    args = EngineArgs(model=str(qwen_models["qwen2_5_vl"]), dtype="float32", max_model_len=8192)
     default = MULTIMODAL_REGISTRY.create_processor(args.create_engine_config().model_config)
     ours = processor_of("qwen2_5_vl", 4.0)
     assert type(default.info.get_image_processor()).__name__ == "Qwen2VLImageProcessor"

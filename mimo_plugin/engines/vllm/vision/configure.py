@@ -55,10 +55,10 @@ def setup_from(vllm_config: Any, config: MimoConfig) -> VisionSetup:
 def _qwen_setup(model_config: Any, config: MimoConfig) -> VisionSetup:
     """What the checkpoint's image processor says, whichever files it is read from."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-    from vllm.transformers_utils.processor import cached_get_image_processor
+    from vllm.transformers_utils.processor import get_image_processor
 
     try:
-        processor = cached_get_image_processor(
+        processor = get_image_processor(
             model_config.model,
             revision=model_config.revision,
             trust_remote_code=model_config.trust_remote_code,
