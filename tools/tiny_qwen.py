@@ -203,12 +203,12 @@ def make_weights(size: TinyQwen, config: Any, vocab: dict[str, int]) -> dict[str
     tensors = {}
     for name, found in sorted(model.state_dict().items()):
         values = torch.randn(found.shape, generator=generator)
-        if found.ndim == 1:
-            values = 1 + values * 0 if "norm" in name or "ln_q" in name else values * 0.1
-        if found.ndim == 1 and name.endswith(".bias"):
-            values = torch.randn(found.shape, generator=generator) * 0.1
-        if found.ndim > 1 and "embed_tokens" not in name:
-            values = values * (_gain(name) / math.sqrt(math.prod(found.shape[1:])))
+        if name.endswith(".bias"):
+            values *= 0.1
+        elif found.ndim == 1:  # of a norm
+            values = torch.ones(found.shape)
+        elif "embed_tokens" not in name:
+            values *= _gain(name) / math.sqrt(math.prod(found.shape[1:]))
         # Published checkpoints have the matrices of experts the other way round.
         tensors[name] = values.transpose(1, 2) if ".experts." in name else values
     head = tensors["lm_head.weight"]

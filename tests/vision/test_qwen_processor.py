@@ -234,7 +234,17 @@ def test_the_torchvision_processor_differs_by_rounding_only(processor_of, qwen_m
         assert apart.float().mean() < 0.01
 
 
-def test_videos_and_embeddings_are_upstream_s_own(both):
+def test_embeddings_are_upstream_s_own(processor_of):
+    pair = [processor_of("qwen2_5_vl", r, enable_mm_embeds=True) for r in (None, 4.0)]
+    given = {"image_embeds": torch.rand(6, 128), "image_grid_thw": torch.tensor([[1, 4, 6]])}
+    theirs, mine = (run(processor, IMAGE, {"image": given}) for processor in pair)
+    assert mine["prompt_token_ids"] == theirs["prompt_token_ids"]
+    (one,), (other,) = (out["mm_kwargs"]["image"] for out in (theirs, mine))
+    assert one.keys() == other.keys() == {"image_embeds", "image_grid_thw"}
+    assert torch.equal(one.get_data()["image_embeds"], other.get_data()["image_embeds"])
+
+
+def test_videos_are_upstream_s_own(both):
     stock, ours = both
     frames = movie(6, 64, 96)
     metadata = {

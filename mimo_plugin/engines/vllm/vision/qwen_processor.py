@@ -50,9 +50,9 @@ def pack_image(image: Any, setup: VisionSetup, limits: Limits) -> Packed:
     ratio = setup.config.host_resize_ratio
     if resize_on_host(height * width, target[0] * target[1], ratio):
         small = Image.fromarray(frames[0]).resize(target[::-1], Image.Resampling.BICUBIC)
-        frames, (height, width) = np.asarray(small)[None], target
+        frames, (height, width) = np.array(small)[None], target
     item = Item(1, height, width, *target)
-    data = torch.from_numpy(np.array(frames).reshape(-1))
+    data = torch.from_numpy(np.ascontiguousarray(frames).reshape(-1))
     return Packed(data, item, False, grid_of(setup.spec, item))
 
 
