@@ -31,7 +31,7 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -365,25 +365,43 @@ def make(out: Path, size: TinyMiMo | None = None) -> Path:
     return out
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line: one option for each field of :class:`TinyMiMo`."""
-    parser = argparse.ArgumentParser(description="Make a tiny MiMo-V2-Flash checkpoint.")
+def maker(description: str, sizes: Any = None) -> argparse.ArgumentParser:
+    """A maker's command line: where to write, and an option for each field of ``sizes``."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("out", type=Path, help="directory to write")
-    for field in dataclasses.fields(TinyMiMo):
+    for field in dataclasses.fields(sizes) if sizes else ():
         kind = {"str": str, "float": float}.get(str(field.type), int)
         choices = DTYPES if field.name == "dtype" else None
         option = "--" + field.name.replace("_", "-")
         parser.add_argument(option, type=kind, default=field.default, choices=choices)
+    return parser
+
+
+def run_maker(
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    sizes: Callable[..., Any],
+    make: Callable[[Path, Any], Path],
+    said: Callable[[Any], str],
+) -> int:
+    """Make what the command line asks for; ``said`` describes it in a few words."""
     options = vars(parser.parse_args(argv))
     out = options.pop("out")
     try:
-        size = TinyMiMo(**options)
+        size = sizes(**options)
     except ValueError as error:
         parser.error(str(error))
     make(out, size)
     total = sum(path.stat().st_size for path in out.iterdir())
-    print(f"{out}: {size.layers} layers, window {size.window_tokens}, {total / 1e6:.1f} MB")
+    print(f"{out}: {said(size)}, {total / 1e6:.1f} MB")
     return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line: one option for each field of :class:`TinyMiMo`."""
+    parser = maker("Make a tiny MiMo-V2-Flash checkpoint.", TinyMiMo)
+    words = "{0.layers} layers, window {0.window_tokens}".format
+    return run_maker(parser, argv, TinyMiMo, make, words)
 
 
 if __name__ == "__main__":

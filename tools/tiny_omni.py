@@ -18,7 +18,6 @@ Weights are random and scaled so that what an image shows decides the output.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
@@ -276,8 +275,7 @@ def make(out: Path, size: TinyOmni | None = None) -> Path:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line: seed and dtype of the text model, and the pixel settings."""
-    parser = argparse.ArgumentParser(description="Make a tiny multimodal MiMo-V2 checkpoint.")
-    parser.add_argument("out", type=Path, help="directory to write")
+    parser = tiny_mimo.maker("Make a tiny multimodal MiMo-V2 checkpoint.")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=tiny_mimo.DTYPES, default="float32")
     for name in ("image_max_pixels", "video_max_pixels", "video_total_max_pixels"):
@@ -286,20 +284,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("image_mean", "image_std"):
         option = "--" + name.replace("_", "-")
         parser.add_argument(option, type=float, nargs=3, default=getattr(TinyOmni, name))
-    options = vars(parser.parse_args(argv))
-    out = options.pop("out")
-    text = TinyOmni().text
-    text = dataclasses.replace(text, seed=options.pop("seed"), dtype=options.pop("dtype"))
-    for name in ("image_mean", "image_std"):
-        options[name] = tuple(options[name])
-    try:
-        size = TinyOmni(text=text, **options)
-    except ValueError as error:
-        parser.error(str(error))
-    make(out, size)
-    total = sum(path.stat().st_size for path in out.iterdir())
-    print(f"{out}: {size.text.layers} layers, {size.vision_depth} for vision, {total / 1e6:.1f} MB")
-    return 0
+
+    def sizes(*, seed: int, dtype: str, **options: Any) -> TinyOmni:
+        for name in ("image_mean", "image_std"):
+            options[name] = tuple(options[name])
+        text = dataclasses.replace(TinyOmni().text, seed=seed, dtype=dtype)
+        return TinyOmni(text=text, **options)
+
+    words = "{0.text.layers} layers, {0.vision_depth} for vision".format
+    return tiny_mimo.run_maker(parser, argv, sizes, make, words)
 
 
 if __name__ == "__main__":

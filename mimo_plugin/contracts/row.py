@@ -29,7 +29,8 @@ class Contract:
         value: the constant's value.
         attribute_use: instead of a symbol: every ``x`` in ``….<attribute_use>.x`` of the module
             must be one of ``members``.
-        features: features that need it; empty means the plugin itself.  ``why`` says what for.
+        features: features that need it, or parts of them (``vision-qwen``); empty means the plugin
+            itself.  ``why`` says what for.
     """
 
     module: str

@@ -9,6 +9,7 @@ from mimo_plugin.contracts.vllm_media import MEDIA_ROWS
 from mimo_plugin.contracts.vllm_mtp import MTP_ROWS
 from mimo_plugin.contracts.vllm_mtp_sched import MTP_SCHED_ROWS
 from mimo_plugin.contracts.vllm_mtp_transfer import MTP_TRANSFER_ROWS
+from mimo_plugin.contracts.vllm_qwen import QWEN_ROWS
 from mimo_plugin.contracts.vllm_sched import SCHED_ROWS
 from mimo_plugin.contracts.vllm_video import VIDEO_ROWS
 from mimo_plugin.contracts.vllm_vision import VISION_ROWS
@@ -156,6 +157,7 @@ VLLM_CONTRACTS: tuple[Contract, ...] = (
     *MTP_SCHED_ROWS,
     *MTP_TRANSFER_ROWS,
     *VISION_ROWS,
+    *QWEN_ROWS,
     *MEDIA_ROWS,
     *VIDEO_ROWS,
 )

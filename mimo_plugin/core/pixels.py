@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 CHANNELS = 3
@@ -29,17 +29,6 @@ IMAGENET_MEAN = (123.675, 116.28, 103.53)
 IMAGENET_STD = (58.395, 57.12, 57.375)
 """What MiMo's reference processor uses where the checkpoint says nothing."""
 
-# Defaults of the Qwen2-VL image processor of transformers, for keys a checkpoint leaves out.
-_QWEN_DEFAULTS: Mapping[str, Any] = {
-    "image_mean": (0.48145466, 0.4578275, 0.40821073),
-    "image_std": (0.26862954, 0.26130258, 0.27577711),
-    "patch_size": 14,
-    "merge_size": 2,
-    "temporal_patch_size": 2,
-    "rescale_factor": 1 / 255,
-    "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
-}
-_PIL_BICUBIC = 3
 MIMO_MIN_TOKENS, MIMO_MAX_TOKENS, MIMO_TOTAL_TOKENS = 4, 4096, 16384
 """MiMo's limits where its configuration has none, as in vLLM's processor: tokens of an image or a
 frame, at least and at most, and of all temporal patches of a video."""
@@ -82,24 +71,40 @@ class PixelSpec:
 
     def __post_init__(self) -> None:
         if self.resample not in RESAMPLES:
-            raise _bad("resample", self.resample, f"one of {', '.join(RESAMPLES)}")
+            raise bad_setting("resample", self.resample, f"one of {', '.join(RESAMPLES)}")
         for name in ("patch_size", "merge_size", "temporal_patch_size", "min_pixels"):
             if not _is_count(getattr(self, name)):
-                raise _bad(name, getattr(self, name), "a whole number above 0")
+                raise bad_setting(name, getattr(self, name), "a whole number above 0")
         if not _is_count(self.max_pixels) or self.max_pixels < self.min_pixels:
             allowed = f"a whole number not below min_pixels ({self.min_pixels})"
-            raise _bad("max_pixels", self.max_pixels, allowed)
+            raise bad_setting("max_pixels", self.max_pixels, allowed)
         for name in ("mean", "std"):
             values = getattr(self, name)
             if len(values) != CHANNELS or not all(map(math.isfinite, values)):
-                raise _bad(name, values, f"{CHANNELS} finite numbers")
+                raise bad_setting(name, values, f"{CHANNELS} finite numbers")
         if min(self.std) <= 0 or not self.rescale > 0:
-            raise _bad("std, rescale", (self.std, self.rescale), "above 0")
+            raise bad_setting("std, rescale", (self.std, self.rescale), "above 0")
 
     @property
     def factor(self) -> int:
         """Side of the block of patches that becomes one token; targets are multiples of it."""
         return self.patch_size * self.merge_size
+
+    @property
+    def keeps_bytes(self) -> bool:
+        """Whether values stay the whole numbers 0..255 that a bicubic resize gives."""
+        unchanged = (self.mean, self.std, self.rescale) == ((0.0,) * 3, (1.0,) * 3, 1.0)
+        return unchanged and self.resample == "bicubic"
+
+    def as_bytes(self) -> PixelSpec:
+        """The same rule, resized and cut into patches only.
+
+        Raises:
+            PixelError: the resize gives no whole numbers.
+        """
+        if self.resample != "bicubic":
+            raise bad_setting("resample", self.resample, "bicubic, whose result is bytes")
+        return replace(self, mean=(0.0,) * 3, std=(1.0,) * 3, rescale=1.0)
 
     def row_values(self, *, once: bool = False) -> int:
         """Values in a patch row; with ``once`` a still is not repeated over the patch's frames."""
@@ -139,53 +144,16 @@ def mimo_spec(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> Pix
     patch = _count_of(vision, "vision_config.patch_size")
     merge = _count_of(vision, "vision_config.spatial_merge_size")
     token = (patch * merge) ** 2 if _is_count(patch) and _is_count(merge) else 1
-    factor = _rescale(preprocessor)
+    factor = rescale_of(preprocessor)
     return PixelSpec(
         resample="bilinear",
-        mean=_channels(preprocessor, "image_mean", factor, IMAGENET_MEAN),
-        std=_channels(preprocessor, "image_std", factor, IMAGENET_STD),
+        mean=channel_values(preprocessor, "image_mean", factor, IMAGENET_MEAN),
+        std=channel_values(preprocessor, "image_std", factor, IMAGENET_STD),
         patch_size=patch,
         merge_size=merge,
         temporal_patch_size=_count_of(vision, "vision_config.temporal_patch_size"),
         min_pixels=limits.get("image_min_pixels") or MIMO_MIN_TOKENS * token,
         max_pixels=limits.get("image_max_pixels") or MIMO_MAX_TOKENS * token,
-    )
-
-
-def qwen_spec(preprocessor: Mapping[str, Any]) -> PixelSpec:
-    """The rule of a Qwen2-VL, Qwen2.5-VL or Qwen3-VL checkpoint.
-
-    Args:
-        preprocessor: its ``preprocessor_config.json``; a key that is missing has the value of
-            transformers' Qwen2-VL image processor.
-
-    Raises:
-        PixelError: a value is out of range, or the processor leaves out a step.
-    """
-    for step in ("do_resize", "do_rescale", "do_normalize"):
-        if preprocessor.get(step) is False:
-            raise _bad(step, False, "true: resize, rescale and normalise are one kernel here")
-    resample = preprocessor.get("resample", _PIL_BICUBIC)
-    if resample is not None and resample != _PIL_BICUBIC:
-        raise _bad("resample", resample, f"{_PIL_BICUBIC} (bicubic)")
-    given = {k: v for k, v in preprocessor.items() if v is not None}
-    merged = {**_QWEN_DEFAULTS, **given}
-    size = merged["size"]
-    if not isinstance(size, Mapping):
-        raise _bad("size", size, "an object with shortest_edge and longest_edge")
-    factor = _rescale(merged)
-    least: Any = given.get("min_pixels", size.get("shortest_edge"))
-    most: Any = given.get("max_pixels", size.get("longest_edge"))
-    return PixelSpec(
-        resample="bicubic",
-        mean=_channels(merged, "image_mean", factor),
-        std=_channels(merged, "image_std", factor),
-        patch_size=merged["patch_size"],
-        merge_size=merged["merge_size"],
-        temporal_patch_size=merged["temporal_patch_size"],
-        min_pixels=least,
-        max_pixels=most,
-        rescale=factor,
     )
 
 
@@ -345,7 +313,7 @@ def patch_rows_of(spec: PixelSpec, item: Item) -> int:
     return math.prod(grid_of(spec, item))
 
 
-def _rescale(preprocessor: Mapping[str, Any]) -> float:
+def rescale_of(preprocessor: Mapping[str, Any]) -> float:
     """The factor that brings pixels to the range that mean and standard deviation are of."""
     if preprocessor.get("do_rescale") is False:
         return 1.0
@@ -353,11 +321,11 @@ def _rescale(preprocessor: Mapping[str, Any]) -> float:
     if factor is None:
         return 1 / 255
     if not isinstance(factor, (int, float)) or not factor > 0:
-        raise _bad("rescale_factor", factor, "a number above 0")
+        raise bad_setting("rescale_factor", factor, "a number above 0")
     return float(factor)
 
 
-def _channels(
+def channel_values(
     preprocessor: Mapping[str, Any],
     name: str,
     factor: float,
@@ -370,7 +338,7 @@ def _channels(
     if isinstance(values, (int, float)):
         values = (values,) * CHANNELS
     if len(values) != CHANNELS or not all(isinstance(v, (int, float)) for v in values):
-        raise _bad(name, values, f"{CHANNELS} numbers")
+        raise bad_setting(name, values, f"{CHANNELS} numbers")
     red, green, blue = (v / factor for v in values)
     return red, green, blue
 
@@ -380,7 +348,7 @@ def _section(config: Mapping[str, Any], name: str, *, required: bool = True) -> 
     if found is None and not required:
         return {}
     if not isinstance(found, Mapping):
-        raise _bad(name, found, "an object with the vision tower's sizes")
+        raise bad_setting(name, found, "an object with the vision tower's sizes")
     return found
 
 
@@ -392,5 +360,5 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _bad(setting: str, found: object, allowed: str) -> PixelError:
+def bad_setting(setting: str, found: object, allowed: str) -> PixelError:
     return PixelError(f"processor setting {setting}: found {found!r}; allowed: {allowed}")

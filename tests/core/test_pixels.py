@@ -21,10 +21,10 @@ from mimo_plugin.core.pixels import (
     grid_of,
     mimo_spec,
     patch_rows_of,
-    qwen_spec,
     resize_on_host,
     target_size,
 )
+from mimo_plugin.core.qwen_pixels import qwen_spec
 
 CONFIG = {"vision_config": {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}}
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -82,7 +82,11 @@ def test_qwen_takes_everything_from_the_preprocessor():
         (lambda: mimo_spec(CONFIG, {"image_std": [0.5, 0.5, 0.0]}), "std"),
         (lambda: mimo_spec(CONFIG, {"rescale_factor": 0}), "rescale_factor: found 0"),
         (lambda: qwen_spec({"resample": 2}), r"resample: found 2; allowed: 3 \(bicubic\)"),
+        (lambda: qwen_spec({"resample": None}), "resample: found None"),
         (lambda: qwen_spec({"do_normalize": False}), "do_normalize: found False"),
+        (lambda: qwen_spec({"do_resize": None}), "do_resize: found None"),
+        (lambda: qwen_spec({"do_convert_rgb": False}), "do_convert_rgb: found False"),
+        (MIMO.as_bytes, "resample: found 'bilinear'"),
         (lambda: qwen_spec({"size": 224}), "size: found 224"),
         (lambda: qwen_spec({"size": {"height": 224}}), "min_pixels: found None"),
         (lambda: qwen_spec({"patch_size": 0}), "patch_size: found 0"),
@@ -195,3 +199,8 @@ def test_values_of_a_row():
     assert MIMO.row_values() == 1536
     assert MIMO.row_values(once=True) == 768
     assert Item(2, 3, 5, 32, 32).source_bytes == 90
+
+
+def test_bytes_are_kept_only_where_nothing_changes_them():
+    assert QWEN.as_bytes().keeps_bytes and not QWEN.keeps_bytes and not MIMO.keeps_bytes
+    assert target_size(QWEN.as_bytes(), 300, 400) == target_size(QWEN, 300, 400)

@@ -31,6 +31,8 @@ def cases() -> Iterator[Case]:
             if patch >= 14:
                 items = mixed(spec, stills_only=True)
                 yield f"{shape}-float16-once", spec, items, torch.float16, True
+            if resample == "bicubic":
+                yield f"{shape}-uint8", spec.as_bytes(), mixed(spec), torch.uint8, False
 
 
 FAR = 2**31 + 7 * 16
@@ -63,7 +65,8 @@ def main() -> None:
     for name, spec, items, dtype, once in cases():
         packed = pixels(items)
         batch = triton.Batch(packed.numel(), items, spec, packed.device, once=once)
-        out = torch.full((batch.plan.rows, batch.plan.row_values), float("nan"), dtype=dtype)
+        blank = float("nan") if dtype.is_floating_point else 0
+        out = torch.full((batch.plan.rows, batch.plan.row_values), blank, dtype=dtype)
         found = batch.launch(packed, dtype, out)
         expected = reference.patch_rows(packed, items, spec, dtype=dtype, once=once)
         host = cpu.patch_rows(packed, items, spec, dtype=dtype, once=once)

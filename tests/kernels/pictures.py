@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from mimo_plugin.core.pixels import IMAGENET_MEAN, IMAGENET_STD, Item, PixelSpec, qwen_spec
+from mimo_plugin.core.pixels import IMAGENET_MEAN, IMAGENET_STD, Item, PixelSpec
+from mimo_plugin.core.qwen_pixels import qwen_spec
 
 CLIP = qwen_spec({})
 

@@ -12,6 +12,7 @@ import torch
 from mimo_plugin.core.pixels import Item, PixelError
 from mimo_plugin.kernels.preprocess import dispatch, reference
 from mimo_plugin.kernels.preprocess.dispatch import BackendError, chosen_backend, patch_rows
+from mimo_plugin.kernels.preprocess.taps import byte_values
 from tests.kernels.pictures import mixed, pixels, spec_of
 
 SPEC = spec_of("bilinear")
@@ -44,6 +45,27 @@ def test_backends_agree(backend, once):
     expected = reference.patch_rows(packed, items, SPEC, dtype=torch.float32, once=once)
     assert (found - expected).abs().max() <= 2e-5
     assert found.device == packed.device
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_rows_of_bytes_are_what_others_normalise(backend):
+    """Bit for bit: the table of the normalised rows, looked up in the rows of bytes."""
+    spec = spec_of("bicubic")
+    items = mixed(spec)
+    packed = pixels(items)
+    found = patch_rows(packed, items, spec.as_bytes(), dtype=torch.uint8, backend=backend)
+    table = torch.from_numpy(byte_values(spec).copy())
+    channel = torch.arange(found.shape[1]) // (found.shape[1] // 3)
+    expected = patch_rows(packed, items, spec, dtype=torch.float32, backend=backend)
+    assert found.dtype == torch.uint8
+    assert torch.equal(table[channel, found.long()], expected)
+
+
+def test_bytes_and_floats_are_not_mixed_up():
+    spec, items = spec_of("bicubic"), mixed(spec_of("bicubic"))
+    for wrong, dtype in ((spec, torch.uint8), (spec.as_bytes(), torch.float32)):
+        with pytest.raises(TypeError, match="dtype of patch rows"):
+            patch_rows(pixels(items), items, wrong, dtype=dtype)
 
 
 def test_auto_takes_the_fastest_that_runs_and_says_so_once(without, caplog):

@@ -19,9 +19,9 @@ from mimo_plugin.core.pixels import (
     PixelSpec,
     grid_of,
     mimo_spec,
-    qwen_spec,
     target_size,
 )
+from mimo_plugin.core.qwen_pixels import qwen_spec
 from mimo_plugin.kernels.preprocess import taps
 from mimo_plugin.kernels.preprocess.reference import bicubic, patch_rows, to_rows
 from tests.kernels.pictures import batches, mixed, pixels, spec_of

@@ -48,7 +48,7 @@ def interpreted(interpreter: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_values_are_right_in_the_interpreter(interpreted):
-    assert len(interpreted) == 12
+    assert len(interpreted) == 16
     for case in interpreted:
         assert case["written"], case
         if case["name"].startswith("bicubic"):
@@ -139,6 +139,17 @@ def test_odd_patch_sizes_store_as_wide_as_a_patch_allows(name):
     constants = kernels.block_constants(spec_of(name, 14, 2, 2))
     ptx, report = compiled(getattr(kernels, name), constants, "*bf16")
     assert set(stores(ptx)) == {"st.global.v2.b32"}
+    assert "0 bytes spill stores, 0 bytes spill loads" in report
+
+
+@pytest.mark.parametrize(("patch", "width"), [(16, "st.global.v2.b32"), (14, "st.global.b32")])
+def test_rows_of_bytes_are_stored_as_wide_as_a_thread_has_them(patch, width):
+    """Eight bytes a thread, or the four that a plane of 14 x 14 is a multiple of."""
+    from mimo_plugin.kernels.preprocess import triton as kernels
+
+    constants = kernels.block_constants(spec_of("bicubic", patch, 2, 2))
+    ptx, report = compiled(kernels.bicubic, constants, "*u8")
+    assert set(stores(ptx)) == {width}
     assert "0 bytes spill stores, 0 bytes spill loads" in report
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from mimo_plugin.config_vision import VisionConfig
 from mimo_plugin.engines.vllm.vision.setup import VisionSetup, resolve_setup
-from tools import tiny_omni
+from tools import tiny_omni, tiny_qwen
 
 SIZE = tiny_omni.TinyOmni()
 
@@ -37,3 +38,13 @@ def movie(frames: int, height: int, width: int, seed: int = 0) -> Any:
 def setup() -> VisionSetup:
     """The tiny checkpoint's, with default settings."""
     return make_setup()
+
+
+@pytest.fixture(scope="session")
+def qwen_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A tiny checkpoint of each Qwen-VL family."""
+    folder = tmp_path_factory.mktemp("tiny-qwen")
+    return {
+        name: tiny_qwen.make(folder / name, tiny_qwen.TinyQwen(family=name))
+        for name in tiny_qwen.FAMILIES
+    }

@@ -70,10 +70,6 @@ def test_the_published_model_fits(config):
             lambda c: setattr(c.model_config, "architectures", ["MiMoV2FlashForCausalLM"]),
             "the model is MiMoV2FlashForCausalLM",
         ),
-        (
-            lambda c: setattr(c.model_config, "architectures", ["Qwen2VLForConditionalGeneration"]),
-            "no adapter in this version",
-        ),
         (lambda c: setattr(c.model_config.hf_config, "architectures", ["Other"]), "names Other"),
         (lambda c: setattr(c.model_config, "model_impl", "transformers"), "--model-impl"),
         (lambda c: setattr(c.model_config, "multimodal_config", None), "neither images nor"),

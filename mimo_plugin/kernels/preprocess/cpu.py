@@ -44,7 +44,8 @@ def patch_rows(
     name = str(dtype).removeprefix("torch.")
     # Memory of numpy, which asks the kernel for huge pages: a quarter of the time for page faults.
     rows: Any = np.empty((plan.rows, plan.row_values), storage(name))
-    out = torch.from_numpy(rows if dtype == torch.float32 else rows.view(np.int16)).view(dtype)
+    whole = dtype in (torch.float32, torch.uint8)
+    out = torch.from_numpy(rows if whole else rows.view(np.int16)).view(dtype)
     bytes_ = packed.numpy()
     threads = torch.get_num_threads() if threads is None else max(1, threads)
     if plan.middle_bytes <= MIDDLE_LIMIT_BYTES:

@@ -19,6 +19,7 @@ logger = logging.getLogger("vllm.mimo_plugin")
 
 BACKENDS = ("auto", "triton", "cpu", "reference")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of normalised rows; those of ``PixelSpec.as_bytes`` are uint8."""
 
 
 class BackendError(RuntimeError):
@@ -44,7 +45,7 @@ def patch_rows(
         packed: uint8, 1-D, contiguous: the frames of the items as RGB lines, one behind the other.
         items: what lies in it, in order.
         spec: how the checkpoint wants its pixels.
-        dtype: of the result: float32, bfloat16 or float16.
+        dtype: of the result: float32, bfloat16 or float16; uint8 for a spec made ``as_bytes``.
         backend: one of ``BACKENDS``. ``auto`` logs once what it takes; any other never gives way
             to another one.
         once: write stills once instead of ``temporal_patch_size`` times; then there may be no
@@ -65,9 +66,10 @@ def patch_rows(
             f"packed pixels: found {packed.dtype} with shape {tuple(packed.shape)}; needed: "
             "contiguous torch.uint8 with one dimension"
         )
-    if dtype not in DTYPES:
+    allowed = (torch.uint8,) if spec.keeps_bytes else DTYPES
+    if dtype not in allowed:
         raise TypeError(
-            f"dtype of patch rows: found {dtype}; allowed: {', '.join(map(str, DTYPES))}"
+            f"dtype of patch rows: found {dtype}; allowed: {', '.join(map(str, allowed))}"
         )
     name = chosen_backend(packed.device, backend)
     module = importlib.import_module(f"mimo_plugin.kernels.preprocess.{name}")

@@ -24,7 +24,7 @@ from mimo_plugin.kernels.preprocess.taps import byte_values
 
 logger = logging.getLogger("vllm.mimo_plugin")
 
-KINDS = {"float32": 0, "bfloat16": 1, "float16": 2}
+KINDS = {"float32": 0, "bfloat16": 1, "float16": 2, "uint8": 3}
 """Output types, as ``loops`` counts them."""
 
 _SHARES = 4
@@ -33,8 +33,8 @@ _LEAST_VALUES = 1 << 17
 
 
 def storage(dtype: str) -> Any:
-    """The type of numpy that holds values of ``dtype``: float32, or their bits as uint16."""
-    return np.dtype(np.float32 if dtype == "float32" else np.uint16)
+    """The type of numpy that holds values of ``dtype``: itself, or their bits as uint16."""
+    return np.dtype(dtype if dtype in ("float32", "uint8") else np.uint16)
 
 
 class FrameRows:
@@ -146,8 +146,8 @@ def _pool(threads: int, process: int) -> ThreadPoolExecutor:
 def _encoded_values(spec: PixelSpec, dtype: str) -> Any:
     """[3, 256], what a byte becomes, as the loops store it: the nearest value, ties to even."""
     values = byte_values(spec)
-    if dtype == "float32":
-        return values.copy()
+    if dtype in ("float32", "uint8"):
+        return values.astype(dtype)
     if dtype == "float16":
         return values.astype(np.float16).view(np.uint16)
     bits = values.copy().view(np.uint32)

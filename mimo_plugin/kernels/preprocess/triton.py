@@ -4,7 +4,8 @@
 A program of the last launch makes the patch rows of one block (what becomes one token of one
 temporal patch), so neighbouring patches share what they read. Which item a program belongs to is
 looked up, one load; items and tap tables travel in one small copy. Values are worked out in the
-order in which they are stored, so stores are 16 bytes wide for patch sizes whose area allows it.
+order in which they are stored, so stores are 16 bytes wide (8 for rows of bytes) for patch sizes
+whose area allows it.
 
 In Triton's interpreter (``TRITON_INTERPRET=1``) it runs on the CPU; its bfloat16 stores truncate.
 """

@@ -6,25 +6,34 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from mimo_plugin.config_vision import VisionConfig
+from mimo_plugin.contracts import check_vllm
+from mimo_plugin.contracts.vllm_qwen import QWEN_TAG
 from mimo_plugin.core.pixels import PixelError
 from mimo_plugin.engines.vllm import ec_switch, media_switch
 from mimo_plugin.engines.vllm.vision.configure import setup_from
 from mimo_plugin.engines.vllm.vision.limits import check_kwargs
-from mimo_plugin.engines.vllm.vision.names import (
-    ARCHITECTURE,
-    QWEN_ARCHITECTURES,
-    STOCK_ARCHITECTURE,
-)
+from mimo_plugin.engines.vllm.vision.names import REPLACES, is_qwen
+from mimo_plugin.engines.vllm.vision.qwen_limits import check_qwen_kwargs
 from mimo_plugin.kernels.preprocess.dispatch import BackendError, chosen_backend
 
 _LEAVE_OUT = "fix: leave vision out of --plugin mimo:…"
+
+_QWEN_SETTINGS = {
+    "mean_std": "vLLM takes them from the checkpoint",
+    "timestamps": "videos of these models are vLLM's own",
+    "outer_tokens": "videos of these models are vLLM's own",
+    "processor_kwargs": "vLLM honours them",
+    "once": "the patch embedding has no such form",
+}
+"""Settings that mean nothing for Qwen-VL, and why."""
 
 
 def unused(vllm_config: Any) -> bool:
     """Whether nothing here takes images: a plain ``--plugin mimo`` then leaves it out silently."""
     names = vllm_config.model_config.architectures or []
     multimodal = vllm_config.model_config.multimodal_config
-    return STOCK_ARCHITECTURE not in names or multimodal is None or _text_only(multimodal)
+    return not REPLACES.keys() & set(names) or multimodal is None or _text_only(multimodal)
 
 
 def why_not(vllm_config: Any) -> str | None:
@@ -43,21 +52,17 @@ def _text_only(multimodal: Any) -> bool:
 def _why_model(vllm_config: Any) -> str | None:
     model_config = vllm_config.model_config
     names = list(model_config.architectures or [])
-    if any(name in QWEN_ARCHITECTURES for name in names):
+    served = [name for name in names if name in REPLACES]
+    if not served:
         return (
-            f"the model is {', '.join(names)}, whose processor has no adapter in this version; "
-            f"needed: {STOCK_ARCHITECTURE}; {_LEAVE_OUT}"
-        )
-    if STOCK_ARCHITECTURE not in names:
-        return (
-            f"the model is {', '.join(names) or 'unknown'}, which takes no images as MiMo does; "
-            f"needed: {STOCK_ARCHITECTURE}; {_LEAVE_OUT}"
+            f"the model is {', '.join(names) or 'unknown'}, which takes no images as MiMo or "
+            f"Qwen-VL does; needed: {', '.join(REPLACES)}; {_LEAVE_OUT}"
         )
     found = list(getattr(model_config.hf_config, "architectures", None) or [])
-    if not {STOCK_ARCHITECTURE, ARCHITECTURE}.intersection(found):
+    if not {*served, *(REPLACES[name] for name in served)}.intersection(found):
         return (
             f"the configuration names {', '.join(found) or 'no architecture'}; needed: "
-            f"{STOCK_ARCHITECTURE}; fix: leave out the plugin that replaces it"
+            f"{', '.join(served)}; fix: leave out the plugin that replaces it"
         )
     if str(model_config.model_impl) in ("transformers", "terratorch"):
         return (
@@ -107,13 +112,19 @@ def _why_pixels(vllm_config: Any) -> str | None:
     config = config_from(vllm_config)
     assert config is not None
     multimodal = vllm_config.model_config.multimodal_config
+    qwen = is_qwen(vllm_config.model_config.hf_config.architectures)
+    if qwen:
+        reason = _why_qwen(config.vision)
+        if reason is not None:
+            return reason
     try:
         setup_from(vllm_config, config)
     except PixelError as error:
         return f"{error}; fix: correct the checkpoint's config.json or preprocessor_config.json"
     try:
         if config.vision.processor_kwargs == "honour":
-            check_kwargs(multimodal.mm_processor_kwargs or {})
+            check = check_qwen_kwargs if qwen else check_kwargs
+            check(multimodal.mm_processor_kwargs or {})
     except PixelError as error:
         return f"{error}; fix: correct --mm-processor-kwargs"
     try:
@@ -121,3 +132,16 @@ def _why_pixels(vllm_config: Any) -> str | None:
     except BackendError as error:
         return str(error)
     return None
+
+
+def _why_qwen(settings: VisionConfig) -> str | None:
+    """What Qwen-VL needs besides: symbols of vLLM, and only settings that can act."""
+    for name, why in _QWEN_SETTINGS.items():
+        value, default = getattr(settings, name), getattr(VisionConfig(), name)
+        if value != default:
+            return (
+                f"vision.{name}: found {value!r}; allowed with a Qwen-VL model: {default!r}, as "
+                f"{why}; fix: drop the setting"
+            )
+    problems = check_vllm(features=(QWEN_TAG,))
+    return f"{problems[0]}; fix: run `mimo doctor`, use an unmodified release" if problems else None

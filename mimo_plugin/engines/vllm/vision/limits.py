@@ -77,6 +77,15 @@ def limits_of(setup: VisionSetup, kwargs: Mapping[str, Any], kind: str) -> Limit
         }
     if setup.config.processor_kwargs == "honour":
         values.update(_overrides(kwargs, kind))
+    return checked(values, kind)
+
+
+def checked(values: Mapping[str, int], kind: str) -> Limits:
+    """The limits ``values``.
+
+    Raises:
+        PixelError: no size lies between them.
+    """
     if values["min_pixels"] > values["max_pixels"]:
         raise PixelError(
             f"mm_processor_kwargs: found {kind} limits min_pixels {values['min_pixels']}, "
@@ -111,20 +120,24 @@ def _overrides(kwargs: Mapping[str, Any], kind: str) -> dict[str, int]:
         elif key not in ("size", *_LIMITS["video"]):
             raise _unknown(f"mm_processor_kwargs.{key}", value, (*SCOPES, *_LIMITS["video"]))
     for source in (kwargs, scoped):
-        found.update(_flat(source, kind))
+        found.update(limits_in(source, kind))
     return found
 
 
-def _flat(source: Mapping[str, Any], kind: str) -> dict[str, int]:
-    """What ``size`` and the limits in ``source`` say about media of this kind."""
+def limits_in(source: Mapping[str, Any], kind: str) -> dict[str, int]:
+    """What ``size`` and the limits in ``source`` say about media of this kind.
+
+    Raises:
+        PixelError: an unknown edge, or a value out of range.
+    """
     found: dict[str, int] = {}
     size = source.get("size")
     if size is not None:
         if not isinstance(size, Mapping):
-            raise _bad("size", size, "an object with shortest_edge and longest_edge")
+            raise bad_kwarg("size", size, "an object with shortest_edge and longest_edge")
         for edge, value in size.items():
             if edge not in _SIZE_KEYS:
-                raise _unknown(f"mm_processor_kwargs.size.{edge}", value, _SIZE_KEYS)
+                raise bad_kwarg(f"size.{edge}", value, f"only {' and '.join(_SIZE_KEYS)}")
             found[_SIZE_KEYS[edge]] = _count(f"size.{edge}", value)
     for name in _LIMITS[kind]:
         if source.get(name) is not None:
@@ -134,7 +147,7 @@ def _flat(source: Mapping[str, Any], kind: str) -> dict[str, int]:
 
 def _check_keys(scope: str, value: object, allowed: Iterable[str]) -> None:
     if not isinstance(value, Mapping):
-        raise _bad(scope, value, "an object")
+        raise bad_kwarg(scope, value, "an object")
     for key in value:
         if key not in ("size", *allowed):
             raise _unknown(f"mm_processor_kwargs.{scope}.{key}", value[key], allowed)
@@ -142,7 +155,7 @@ def _check_keys(scope: str, value: object, allowed: Iterable[str]) -> None:
 
 def _count(name: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise _bad(name, value, "a whole number of pixels above 0")
+        raise bad_kwarg(name, value, "a whole number of pixels above 0")
     return value
 
 
@@ -150,5 +163,6 @@ def _unknown(name: str, value: object, allowed: Iterable[str]) -> PixelError:
     return PixelError(f"{name}: found {value!r}; allowed keys: size, {', '.join(allowed)}")
 
 
-def _bad(name: str, value: object, allowed: str) -> PixelError:
+def bad_kwarg(name: str, value: object, allowed: str) -> PixelError:
+    """A processor setting of an engine or a request that can't be served."""
     return PixelError(f"mm_processor_kwargs.{name}: found {value!r}; allowed: {allowed}")

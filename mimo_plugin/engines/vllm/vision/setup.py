@@ -23,6 +23,7 @@ from mimo_plugin.core.pixels import (
     PixelSpec,
     mimo_spec,
 )
+from mimo_plugin.core.qwen_pixels import qwen_spec
 from mimo_plugin.engines.vllm.vision.names import SETUP_KEY
 
 
@@ -32,21 +33,28 @@ class VisionSetup:
 
     Attributes:
         spec: how pixels are wanted; its limits are those of images.
-        video_min_pixels: the fewest pixels of a frame.
+        config: the user's settings.
+        video_min_pixels: the fewest pixels of a frame; 0 where videos are left to vLLM.
         video_max_pixels: the most pixels of a frame.
         video_total_max_pixels: the most pixels of all temporal patches of a video.
-        config: the user's settings.
         item_tokens: embeddings of one medium that the engine's encoder can make; None: not known.
+        normalised_later: patch rows hold bytes, which the model's vision tower normalises.
         engine_token: random; the same in all processes of one engine and in no other.
     """
 
     spec: PixelSpec
-    video_min_pixels: int
-    video_max_pixels: int
-    video_total_max_pixels: int
     config: VisionConfig
+    video_min_pixels: int = 0
+    video_max_pixels: int = 0
+    video_total_max_pixels: int = 0
     item_tokens: int | None = None
+    normalised_later: bool = False
     engine_token: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    @property
+    def row_spec(self) -> PixelSpec:
+        """What the kernel is to do: all of ``spec``, or what comes before the vision tower."""
+        return self.spec.as_bytes() if self.normalised_later else self.spec
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; :meth:`from_dict` makes an equal object of it."""
@@ -93,6 +101,38 @@ def resolve_setup(
                 f"processor_config.{name}: found {value!r}; allowed: a whole number above 0"
             )
     return VisionSetup(spec=spec, config=config, **values)
+
+
+def resolve_qwen_setup(
+    config: VisionConfig,
+    vision: Mapping[str, Any],
+    preprocessor: Mapping[str, Any],
+    *,
+    normalised_later: bool,
+) -> VisionSetup:
+    """The set-up of a Qwen-VL checkpoint.
+
+    Args:
+        config: the user's settings.
+        vision: the section ``vision_config`` of its ``config.json``.
+        preprocessor: what its image processor says, defaults filled in.
+        normalised_later: whether vLLM's vision tower normalises (``--mm-device-do-normalize``).
+
+    Raises:
+        PixelError: a value of the checkpoint is out of range, or its files contradict each other.
+    """
+    spec = qwen_spec(preprocessor)
+    for name, wanted in (
+        ("patch_size", vision.get("patch_size")),
+        ("merge_size", vision.get("spatial_merge_size")),
+        ("temporal_patch_size", vision.get("temporal_patch_size")),
+    ):
+        if getattr(spec, name) != wanted:
+            raise PixelError(
+                f"image processor {name}: found {getattr(spec, name)}; allowed: {wanted}, as in "
+                "the vision_config of the model"
+            )
+    return VisionSetup(spec=spec, config=config, normalised_later=normalised_later)
 
 
 def setup_of(hf_config: Any) -> VisionSetup:
