@@ -113,6 +113,12 @@ class Watch:
         raise KeyError(key)
 
 
+def children() -> list[int]:
+    """Processes that threads of this one have started."""
+    found = (task / "children" for task in Path("/proc/self/task").iterdir())
+    return [int(child) for path in found for child in path.read_text().split()]
+
+
 def main(path: str, workers: int) -> dict[str, Any]:
     """Read the video by the loader's job and pack its frames as the processor does."""
     order, warm = order_at_1fps(workers), Path(path).with_name("warm-up.mp4")
@@ -120,9 +126,9 @@ def main(path: str, workers: int) -> dict[str, Any]:
     try:
         as_rows = replace(order, host_resize_ratio=0.0)
         pool.run_sync(read_video, warm.read_bytes(), order=as_rows)
-        (worker,) = pool._workers
+        (worker,) = children()
         torch.cat([torch.zeros(_WARM_UP_BYTES)])
-        watches = {"worker": Watch(worker.pid), "server": Watch(os.getpid())}
+        watches = {"worker": Watch(worker), "server": Watch(os.getpid())}
         started = time.perf_counter()
         data = Path(path).read_bytes()
         told, (*_, frames) = pool.run_sync(read_video, data, order=order)

@@ -110,6 +110,15 @@ def test_what_does_not_fit(config, change, words):
         assert word in reason
 
 
+def test_another_model_that_vision_takes(config, monkeypatch):
+    """Videos of such a model are left to vLLM."""
+    monkeypatch.setattr(fit.vision_fit, "why_not", lambda vllm_config: None)
+    monkeypatch.setattr(fit.vision_fit, "unused", lambda vllm_config: False)
+    config.model_config.architectures = ["Qwen3VLForConditionalGeneration"]
+    assert "whose videos are left to vLLM; needed: MiMoV2Omni" in fit.why_not(config)
+    assert fit.unused(config)
+
+
 def test_the_environment_s_loader(config, monkeypatch):
     monkeypatch.setenv("VLLM_VIDEO_LOADER_BACKEND", "opencv")
     assert "VLLM_VIDEO_LOADER_BACKEND is 'opencv'" in fit.why_not(config)

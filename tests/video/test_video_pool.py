@@ -48,13 +48,6 @@ def test_videos_side_by_side_are_those_read_alone(pool, monkeypatch):
     assert "mimo_rows" in together[0][1]
 
 
-def test_shared_memory_comes_free_with_the_frames(pool):
-    frames, _ = load(make(LARGE), SETUP)
-    assert pool.stats().outstanding_bytes == frames.nbytes
-    del frames
-    assert pool.stats().outstanding_bytes == 0
-
-
 def test_no_torch_and_no_vllm_in_the_worker(pool):
     found = pool.run_sync(
         jobs.modules, make(LARGE), order=loader.order_of(SETUP, loader.parse({"num_frames": 12}))
@@ -78,18 +71,22 @@ def test_a_crash_or_a_hang_costs_its_own_request(pool, monkeypatch):
     assert [(*labels, value) for _, labels, value in refused] == [("input", 3)]
 
 
-def test_a_full_pool_is_the_server_s_fault_not_the_client_s(monkeypatch):
+def test_a_full_pool_is_the_server_s_fault_and_frames_that_go_free_their_memory(monkeypatch):
     from vllm.exceptions import GracefulHTTPError
 
-    full = MediaPool(PoolSettings(workers=1, memory_bytes=1 << 30, queue_timeout_s=0.2))
+    alone, data = Local(), make(LARGE)
+    monkeypatch.setattr(loader, "media_pool", lambda: alone)
+    size = load(data, SETUP)[0].nbytes
+    full = MediaPool(PoolSettings(workers=1, memory_bytes=size * 3 // 2, queue_timeout_s=0.2))
     monkeypatch.setattr(loader, "media_pool", lambda: full)
+    REPORT.drain()
     try:
-        held = full._budget.acquire((1 << 30) - 1000, 1.0)
-        assert held
+        frames, _ = load(data, SETUP)
         with pytest.raises(GracefulHTTPError, match="no shared memory free") as caught:
-            load(make(LARGE), SETUP)
+            load(data, SETUP)
         assert caught.value.http_status == 503
-        full._budget.release((1 << 30) - 1000)
-        assert load(make(LARGE), SETUP)[0].size
+        assert ["video_refused", ["busy"], 1] in [list(e) for e in REPORT.drain()["inc"]]
+        del frames
+        assert load(data, SETUP)[0].nbytes == size
     finally:
         full.close(grace_s=0.0)

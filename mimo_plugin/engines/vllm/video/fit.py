@@ -13,6 +13,7 @@ from mimo_plugin.engines.vllm.video.configure import setup_from
 from mimo_plugin.engines.vllm.video.names import LOADER
 from mimo_plugin.engines.vllm.video.options import parse
 from mimo_plugin.engines.vllm.vision import fit as vision_fit
+from mimo_plugin.engines.vllm.vision.names import STOCK_ARCHITECTURE
 
 _LEAVE_OUT = "leave video out of --plugin mimo:…"
 _BACKEND_ENV = "VLLM_VIDEO_LOADER_BACKEND"
@@ -23,7 +24,10 @@ def unused(vllm_config: Any) -> bool:
 
     So it does where ``vision`` can't run, which has said why.
     """
-    if vision_fit.unused(vllm_config) or vision_fit.why_not(vllm_config) is not None:
+    names = vllm_config.model_config.architectures or []
+    if STOCK_ARCHITECTURE not in names or vision_fit.unused(vllm_config):
+        return True
+    if vision_fit.why_not(vllm_config) is not None:
         return True
     return not vllm_config.model_config.multimodal_config.get_limit_per_prompt("video")
 
@@ -42,6 +46,12 @@ def why_not(vllm_config: Any) -> str | None:
     reason = vision_fit.why_not(vllm_config)
     if reason is not None:
         return f"it needs the feature vision, which can't run here: {reason}"
+    names = vllm_config.model_config.architectures or []
+    if STOCK_ARCHITECTURE not in names:
+        return (
+            f"the model is {', '.join(names)}, whose videos are left to vLLM; needed: "
+            f"{STOCK_ARCHITECTURE}; fix: {_LEAVE_OUT}"
+        )
     multimodal = vllm_config.model_config.multimodal_config
     if not multimodal.get_limit_per_prompt("video"):
         return f"this engine admits no videos; fix: raise --limit-mm-per-prompt, or {_LEAVE_OUT}"
