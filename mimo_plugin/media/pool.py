@@ -81,8 +81,13 @@ class MediaPool:
         job, lane = self._job(function, data, timeout_s, options)
         return await lane.run(job)
 
-    def stats(self) -> dict[str, PoolStats]:
-        """Depths and counters as of now, by lane."""
+    def stats(self) -> PoolStats:
+        """Depths and counters as of now, of both lanes together."""
+        both = [vars(stats) for stats in self.stats_by_lane().values()]
+        return PoolStats(**{name: sum(one[name] for one in both) for name in both[0]})
+
+    def stats_by_lane(self) -> dict[str, PoolStats]:
+        """The same of each lane, ``short`` and ``long``."""
         return {name: lane.stats() for name, lane in self._lanes.items()}
 
     def close(self, grace_s: float = 1.0) -> None:

@@ -77,7 +77,7 @@ class JobResult(NamedTuple):
 
 @dataclass(frozen=True)
 class PoolStats:
-    """A look at one lane: gauges first, then counters since its start."""
+    """A look at a lane or a pool: gauges first, then counters since its start."""
 
     workers: int
     queued: int

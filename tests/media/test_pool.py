@@ -86,9 +86,9 @@ def test_workers_import_no_engine_and_inherit_nothing(pool):
 
 
 def test_nothing_runs_before_the_first_job(pool):
-    assert pool.stats()["short"].workers == 0
+    assert pool.stats().workers == 0
     pool.run_sync(jobs.filled, shapes=[])
-    assert pool.stats()["short"].workers == 1
+    assert pool.stats().workers == 1
 
 
 def test_jobs_run_side_by_side_and_the_loop_stays_free():
@@ -127,7 +127,7 @@ def test_a_hanging_job_is_ended_and_the_next_one_runs(pool, hang):
         pool.run_sync(hang, timeout_s=0.3, **options)
     assert pool.run_sync(jobs.describe).meta["pid"] != first
     assert not Path(f"/proc/{first}").exists()
-    stats = pool.stats()["short"]
+    stats = pool.stats()
     assert (stats.timeouts, stats.workers, stats.workers_started) == (1, 1, 2)
 
 
@@ -151,7 +151,7 @@ def test_a_crash_costs_its_own_job_only(job, how):
         pool.close(grace_s=0.0)
     assert isinstance(slow.meta, int) and len(after.arrays) == 1
     assert isinstance(crashed, DecoderCrashed) and how in str(crashed)
-    assert pool.stats()["short"].crashes == 1
+    assert pool.stats().crashes == 1
 
 
 def test_nonsense_on_the_socket_is_a_crash_of_that_job(pool):
@@ -189,7 +189,7 @@ def test_a_worker_can_take_no_more_private_memory_than_allowed():
 def test_a_function_without_a_name_is_refused_before_it_is_queued(pool):
     with pytest.raises(ValueError, match="allowed: a function of an importable module"):
         pool.run_sync(lambda data, allocate: None)
-    assert pool.stats()["short"].workers == 0
+    assert pool.stats().workers == 0
 
 
 @pytest.mark.parametrize(
@@ -211,11 +211,11 @@ def test_the_queue_is_bounded_and_says_its_depth():
     async def play():
         running = asyncio.create_task(pool.run(jobs.sleep, seconds=1.5))
         await asyncio.sleep(0)
-        while pool.stats()["short"].running == 0:
+        while pool.stats().running == 0:
             await asyncio.sleep(0.01)
         queued = asyncio.create_task(pool.run(jobs.filled, shapes=[]))
         await asyncio.sleep(0.05)
-        assert pool.stats()["short"].queued == 1
+        assert pool.stats().queued == 1
         with pytest.raises(PoolBusy, match="queue of 1 jobs"):
             await pool.run(jobs.filled, shapes=[])
         with pytest.raises(PoolBusy):
@@ -228,7 +228,7 @@ def test_the_queue_is_bounded_and_says_its_depth():
         asyncio.run(play())
     finally:
         pool.close(grace_s=0.0)
-    stats = pool.stats()["short"]
+    stats = pool.stats()
     assert (stats.jobs_refused, stats.jobs_done, stats.queued) == (2, 3, 0)
 
 
@@ -255,15 +255,15 @@ def test_memory_in_use_is_bounded_and_comes_back_with_the_last_array():
     pool = make_pool(memory_bytes=1000, queue_timeout_s=0.3)
     try:
         _, arrays = pool.run_sync(jobs.filled, shapes=[[600], [300]])
-        assert pool.stats()["short"].outstanding_bytes == 900
+        assert pool.stats().outstanding_bytes == 900
         with pytest.raises(PoolBusy, match="allowed: 1000 bytes"):
             pool.run_sync(jobs.filled, shapes=[[200]])
         part = arrays[0][:10]
         del arrays  # the first segment lives on in `part`
-        assert pool.stats()["short"].outstanding_bytes == 600
+        assert pool.stats().outstanding_bytes == 600
         assert pool.run_sync(jobs.filled, shapes=[[400]]).meta == [0, 0]
         del part
-        assert pool.stats()["short"].outstanding_bytes == 0
+        assert pool.stats().outstanding_bytes == 0
     finally:
         pool.close(grace_s=0.0)
 
@@ -303,14 +303,14 @@ def test_no_segment_outlives_its_job(pool):
     del result
     gc.collect()
     assert open_segments() == []
-    assert pool.stats()["short"].outstanding_bytes == 0
+    assert pool.stats().outstanding_bytes == 0
     assert named_segments() == []
 
 
 def test_a_cancelled_job_leaves_the_queue_and_its_result_is_dropped(pool):
     async def play():
         running = asyncio.create_task(pool.run(jobs.sleep, seconds=0.5, shape=[1000]))
-        while pool.stats()["short"].running == 0:
+        while pool.stats().running == 0:
             await asyncio.sleep(0.01)
         queued = asyncio.create_task(pool.run(jobs.filled, shapes=[[1000]]))
         await asyncio.sleep(0.05)
@@ -318,13 +318,13 @@ def test_a_cancelled_job_leaves_the_queue_and_its_result_is_dropped(pool):
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-        assert pool.stats()["short"].queued == 0
+        assert pool.stats().queued == 0
         await pool.run(jobs.filled, shapes=[])  # behind the one that could not be stopped
 
     asyncio.run(play())
     gc.collect()
-    assert pool.stats()["short"].jobs_done == 2  # the dropped one never ran
-    assert pool.stats()["short"].outstanding_bytes == 0
+    assert pool.stats().jobs_done == 2  # the dropped one never ran
+    assert pool.stats().outstanding_bytes == 0
     assert open_segments() == []
 
 
@@ -333,7 +333,7 @@ def test_close_ends_processes_and_fails_what_waits(pool):
 
     async def play():
         tasks = [asyncio.create_task(pool.run(jobs.sleep, seconds=60)) for _ in range(3)]
-        while pool.stats()["short"].running == 0:
+        while pool.stats().running == 0:
             await asyncio.sleep(0.01)
         await asyncio.to_thread(pool.close, 0.1)
         return await asyncio.gather(*tasks, return_exceptions=True)
@@ -374,12 +374,12 @@ def started(pool, function, **options):
 def test_long_jobs_leave_every_process_for_pictures_alone():
     pool = make_pool(workers=2, job_timeout_s=20.0, max_queued=2)
     calls = [started(pool, jobs.sleep, seconds=60, timeout_s=60.0) for _ in range(2)]
-    wait_until(lambda: pool.stats()["long"].running == len(calls))
+    wait_until(lambda: pool.stats_by_lane()["long"].running == len(calls))
     waiting = started(pool, jobs.sleep, seconds=60, timeout_s=60.0)
-    wait_until(lambda: pool.stats()["long"].queued == 1)
+    wait_until(lambda: pool.stats_by_lane()["long"].queued == 1)
     assert pool.run_sync(jobs.filled, shapes=[]).meta == [0, 0]
-    stats = pool.stats()
-    assert (stats["short"].jobs_done, stats["short"].workers) == (1, 1)
+    assert pool.stats_by_lane()["short"].workers == 1
+    assert (pool.stats().jobs_done, pool.stats().running) == (1, 2)
     pool.close(grace_s=0.0)
     for thread in (*calls, waiting):
         thread.join(20)
@@ -397,7 +397,7 @@ def test_pictures_and_their_memory_leave_room_for_long_jobs():
     pool = make_pool(workers=1, job_timeout_s=20.0, memory_bytes=1000)
     held = pool.run_sync(jobs.filled, shapes=[[1000]])
     busy = started(pool, jobs.sleep, seconds=60)
-    wait_until(lambda: pool.stats()["short"].running == 1)
+    wait_until(lambda: pool.stats().running == 1)
     _, (array,) = pool.run_sync(jobs.filled, shapes=[[1000]], timeout_s=60.0)
     assert array.size == held.arrays[0].size
     pool.close(grace_s=0.0)
@@ -434,10 +434,10 @@ def test_workers_end_with_the_process_that_owns_them(how):
 
 def test_a_forked_child_gets_a_pool_of_its_own():
     then = """
-    parent = pool.stats()['short'].workers_started
+    parent = pool.stats().workers_started
     child = os.fork()
     pid = pool.run_sync(jobs.describe).meta["pid"]
-    print(child == 0, parent, pool.stats()["short"].workers_started, pid, flush=True)
+    print(child == 0, parent, pool.stats().workers_started, pid, flush=True)
     if child == 0:
         pool.close()
         os._exit(0)

@@ -226,7 +226,7 @@ def test_a_hanging_decoder_is_a_400_and_a_full_pool_a_503():
     async def play():
         made, url = connector(media.MediaSettings(pool=settings)), data_url(SOUND["jpeg"])
         hanging = asyncio.create_task(pool.run(jobs.sleep, seconds=60))
-        while pool.stats()["short"].running == 0:
+        while pool.stats().running == 0:
             await asyncio.sleep(0.01)
         tasks = [asyncio.create_task(made.fetch_image_async(url)) for _ in range(2)]
         return await asyncio.gather(hanging, *tasks, return_exceptions=True)
@@ -307,6 +307,12 @@ def test_nothing_changes_where_nothing_is_asked_for(registry):
     media_switch.register_named({"VLLM_MEDIA_CONNECTOR": "http"}, lambda tag: None)
     assert registry.name2class == {"http": MediaConnector}
     assert one.model_config.multimodal_config.media_io_kwargs == {}
+
+
+def test_settings_of_the_pool_hold_for_other_jobs_too(registry):
+    """Videos are read in the pool, whoever decodes pictures."""
+    switch_on(engine(), decode="stock", decode_workers=3, decode_memory_mib=9)
+    assert media.media_pool().settings.memory_bytes == 9 << 20
 
 
 def test_the_variable_gives_every_engine_the_pool(registry):

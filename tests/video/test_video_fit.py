@@ -141,7 +141,9 @@ def test_unused_where_no_videos_come(config):
     config.model_config.multimodal_config.limits["video"] = 0
     assert fit.unused(config)
     config.model_config.multimodal_config.limits.clear()
-    config.ec_transfer_config = Fake(is_encode_only=False, ec_role="ec_consumer")
+    config.ec_transfer_config = Fake(
+        is_encode_only=False, ec_role="ec_consumer", ec_connector="Theirs"
+    )
     assert fit.unused(config)  # vision says why
     config.ec_transfer_config = None
     assert not fit.unused(config)

@@ -22,8 +22,8 @@ from mimo_plugin.media.keys import content_key
 _FEATURES = ("vision", "video")
 """Features of ours that decide what the encoder gets to see."""
 
-_SAME_PIXELS = "decode"
-"""Settings that begin with it say where pixels are made, not which."""
+_SAME_PIXELS = ("decode", "encoder_cache_")
+"""Settings that begin so say where pixels are made, or how many are kept, not which."""
 
 
 def cache_name(vllm_config: Any, name: str) -> str:
@@ -64,7 +64,7 @@ def _pixels(vllm_config: Any) -> dict[str, str]:
     multimodal = vllm_config.model_config.multimodal_config
     if multimodal is None:  # a model without media asks for nothing
         return {}
-    loading = {k: v for k, v in multimodal.media_io_kwargs.items() if k != TOKEN_KEY}
+    loading = {k: v for k, v in (multimodal.media_io_kwargs or {}).items() if k != TOKEN_KEY}
     section = section_of(vllm_config.additional_config)
     settings = section if isinstance(section, Mapping) else {}
     features = settings.get("features", ())

@@ -33,14 +33,7 @@ from vllm.multimodal.media import (
     MediaWithBytes,
 )
 
-from mimo_plugin.config_vision import VisionConfig
-from mimo_plugin.engines.vllm.media_pool import (
-    MediaSettings,
-    media_pool,
-    recall,
-    remember,
-    settings_of,
-)
+from mimo_plugin.engines.vllm.media_pool import MediaSettings, media_pool, recall
 from mimo_plugin.engines.vllm.media_switch import CONNECTOR, STOCK_CONNECTOR, TOKEN_KEY
 from mimo_plugin.media.images import decode_image, image_of
 from mimo_plugin.media.limits import MediaLimits
@@ -54,12 +47,11 @@ def register() -> None:
     MEDIA_CONNECTOR_REGISTRY.register(CONNECTOR)(MimoMediaConnector)
 
 
-def attach(vllm_config: Any, config: VisionConfig) -> None:
-    """Have this engine's pictures decoded in the pool, in the processes that fetch them."""
+def attach(vllm_config: Any, token: str) -> None:
+    """Have this engine's pictures decoded in the pool with the settings under ``token``."""
     multimodal = vllm_config.model_config.multimodal_config
-    settings = settings_of(config, vllm_config.parallel_config._api_process_count)
-    token = remember(settings)
-    multimodal.media_io_kwargs = {**multimodal.media_io_kwargs, TOKEN_KEY: {"token": token}}
+    given = multimodal.media_io_kwargs or {}
+    multimodal.media_io_kwargs = {**given, TOKEN_KEY: {"token": token}}
     register()
     found = MEDIA_CONNECTOR_REGISTRY.name2class.get(STOCK_CONNECTOR)
     if found not in (MediaConnector, connector_of):
@@ -68,7 +60,8 @@ def attach(vllm_config: Any, config: VisionConfig) -> None:
         )
         return
     MEDIA_CONNECTOR_REGISTRY.register(STOCK_CONNECTOR)(connector_of)
-    logger.info("mimo vision: pictures are decoded in %d processes", settings.pool.workers)
+    workers = recall(token).pool.workers
+    logger.info("mimo vision: pictures are decoded in %d processes", workers)
 
 
 def connector_of(media_io_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> MediaConnector:

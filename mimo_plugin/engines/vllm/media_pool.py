@@ -106,7 +106,7 @@ class PoolReport:
             return None
         buffer = MetricsBuffer()
         with self._lock:
-            stats = [pool.stats() for pool in pools]
+            stats = [pool.stats_by_lane() for pool in pools]
             for lane in stats[0]:
                 self._lane(buffer, lane, [one[lane] for one in stats])
         return buffer.drain()

@@ -13,6 +13,7 @@ from typing import Any
 
 from mimo_plugin.config_vision import VisionConfig
 from mimo_plugin.contracts.vllm_media import MEDIA_POOL
+from mimo_plugin.engines.vllm.media_pool import remember, settings_of
 from mimo_plugin.errors import ContractError
 
 VARIABLE = "VLLM_MEDIA_CONNECTOR"
@@ -52,11 +53,14 @@ def contracts_of(decode: str) -> tuple[str, ...]:
 def switch_on(
     vllm_config: Any, config: VisionConfig, environ: Mapping[str, str], broken: Check
 ) -> None:
-    """Give an engine the pool if its settings say so.
+    """Give an engine's pictures the pool if its settings say so.
 
     With ``auto`` it does without where the user has a connector of his own, or where this vLLM
-    lacks what the pool relies on; the log says so.
+    lacks what the pool relies on; the log says so. The settings of the pool hold in any case, for
+    the jobs of others.
     """
+    settings = settings_of(config, vllm_config.parallel_config._api_process_count)
+    token = remember(settings)
     if config.decode == "stock":
         return
     other = _other_connector(environ)
@@ -71,7 +75,7 @@ def switch_on(
         return
     from mimo_plugin.engines.vllm import media
 
-    media.attach(vllm_config, config)
+    media.attach(vllm_config, token)
 
 
 def register_named(environ: Mapping[str, str], broken: Check) -> None:

@@ -65,7 +65,7 @@ class _PacksImages(FitsEncoder):
     info: Any
 
     @cached_property
-    def setup(self) -> VisionSetup:  # type: ignore[override]
+    def setup(self) -> VisionSetup:
         """The engine's set-up."""
         return setup_of(self.info.get_hf_config())
 
