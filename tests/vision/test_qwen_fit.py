@@ -131,6 +131,7 @@ def test_checkpoints_that_want_other_pixels_are_refused_by_name(config_of, chang
         ({}, {"mm_processor_kwargs": {"use_fast": True}}, "use_fast"),
         ({}, {"mm_processor_kwargs": {"images_kwargs": {"do_resize": False}}}, "do_resize"),
         ({}, {"model_impl": "transformers"}, "--model-impl"),
+        ({}, {"limit_mm_per_prompt": {"image": 0}}, "admits no images"),
     ],
     ids=str,
 )

@@ -33,7 +33,7 @@ def unused(vllm_config: Any) -> bool:
     """Whether nothing here takes images: a plain ``--plugin mimo`` then leaves it out silently."""
     names = vllm_config.model_config.architectures or []
     multimodal = vllm_config.model_config.multimodal_config
-    return not REPLACES.keys() & set(names) or multimodal is None or _text_only(multimodal)
+    return not REPLACES.keys() & set(names) or _nothing_admitted(multimodal, _kinds(names))
 
 
 def why_not(vllm_config: Any) -> str | None:
@@ -41,12 +41,16 @@ def why_not(vllm_config: Any) -> str | None:
     return _why_model(vllm_config) or _why_engine(vllm_config) or _why_pixels(vllm_config)
 
 
-def _text_only(multimodal: Any) -> bool:
-    """Whether neither images nor videos are admitted."""
-    if multimodal.language_model_only:
+def _kinds(names: list[str]) -> tuple[str, ...]:
+    """The kinds of media of a model that the feature takes."""
+    return ("image",) if is_qwen(names) else ("image", "video")
+
+
+def _nothing_admitted(multimodal: Any, kinds: tuple[str, ...]) -> bool:
+    """Whether the engine takes no media of these kinds."""
+    if multimodal is None or multimodal.language_model_only:
         return True
-    limits = (multimodal.get_limit_per_prompt(kind) for kind in ("image", "video"))
-    return not any(limits)
+    return not any(multimodal.get_limit_per_prompt(kind) for kind in kinds)
 
 
 def _why_model(vllm_config: Any) -> str | None:
@@ -69,9 +73,9 @@ def _why_model(vllm_config: Any) -> str | None:
             f"--model-impl is {model_config.model_impl}, which has another processor; needed: "
             "auto or vllm; fix: drop the option"
         )
-    multimodal = model_config.multimodal_config
-    if multimodal is None or _text_only(multimodal):
-        return f"this engine admits neither images nor videos; {_LEAVE_OUT}"
+    if _nothing_admitted(model_config.multimodal_config, _kinds(names)):
+        what = "no images" if is_qwen(names) else "neither images nor videos"
+        return f"this engine admits {what}; {_LEAVE_OUT}"
     return None
 
 
