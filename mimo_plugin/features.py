@@ -75,15 +75,20 @@ _TABLE = (
         name="scheduler",
         title="cache-affine waiting queue with lanes for long prefills",
         status="available",
-        engines=("vllm",),
-        seam="scheduler_config.scheduler_cls (factory), Scheduler.waiting",
+        engines=("vllm", "sglang"),
+        seam=(
+            "vLLM: scheduler_config.scheduler_cls (factory), Scheduler.waiting; "
+            "SGLang: schedule_policy, SchedulePolicy, PrefillAdder"
+        ),
         contracts=(
             "vllm.v1.core.sched.scheduler",
             "vllm.v1.core.sched.request_queue",
             "vllm.v1.core.block_pool",
+            "sglang.srt.managers.schedule_policy",
+            "sglang.srt.managers.scheduler",
         ),
         default=True,
-        replaced_by="a scheduling policy selectable beside fcfs and priority in vLLM",
+        replaced_by="a registry of scheduling policies in the engines",
     ),
     Feature(
         name="mtp",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang symbols that the switch and the feature kv rely on."""
+"""SGLang symbols that the switch and the feature kv rely on; other features beside this."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 
 from mimo_plugin.contracts.row import Contract, call, class_
+from mimo_plugin.contracts.sglang_sched import SCHED_ROWS
+from mimo_plugin.contracts.sglang_storage import STORAGE_ROWS
 
 _KV = ("kv",)
 _kv_call = partial(call, features=_KV)
@@ -219,6 +221,6 @@ _KV_ROWS: tuple[Contract, ...] = (
 )
 
 SGLANG_CONTRACTS: tuple[Contract, ...] = tuple(
-    replace(row, package="sglang") for row in (*_SWITCH_ROWS, *_KV_ROWS)
+    replace(row, package="sglang") for row in (*_SWITCH_ROWS, *_KV_ROWS, *SCHED_ROWS, *STORAGE_ROWS)
 )
 """Every row.  One without features concerns the plugin itself: the switch."""

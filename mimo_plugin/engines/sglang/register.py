@@ -39,6 +39,9 @@ CONFIG_ENV = "MIMO_CONFIG"
 BACKEND = "mimo"
 """Name of the radix backend."""
 
+POLICY, STOCK_POLICY = "mimo-affinity", "fcfs"
+"""Name of the schedule policy, and of the one that SGLang takes by itself."""
+
 RECORD_ATTRIBUTE = "_mimo_plugin"
 """Where a ``ServerArgs`` record carries the section; names with ``_`` are bookkeeping there."""
 
@@ -49,7 +52,10 @@ logger = logging.getLogger(LOGGER_NAME)
 # feature -> module with `why_not(cfg, model_config) -> str | None`: why the feature doesn't fit,
 # and `require(cfg, model_config, config)`, which raises ConfigError for an option of the user's
 # that contradicts the feature
-_FIT_MODULES = {"kv": "mimo_plugin.engines.sglang.kv.fit"}
+_FIT_MODULES = {
+    "kv": "mimo_plugin.engines.sglang.kv.fit",
+    "scheduler": "mimo_plugin.engines.sglang.sched.fit",
+}
 
 # (process id, role) that have said what is active; the id makes a forked child start afresh.
 _announced: set[tuple[int, str]] = set()
@@ -83,7 +89,8 @@ def section_from_environment(environ: Mapping[str, str]) -> dict[str, Any] | Non
 
 
 def section_of(server_args: Any, environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """What this engine was asked for: by ``--plugin``, ``MIMO_CONFIG`` or the radix backend.
+    """What this engine was asked for: by ``--plugin``, ``MIMO_CONFIG``, or by the names of the
+    radix backend and the schedule policy.
 
     Raises:
         ConfigError: ``MIMO_CONFIG`` can't be read.
@@ -92,8 +99,13 @@ def section_of(server_args: Any, environ: Mapping[str, str]) -> dict[str, Any] |
     if section is not None:
         return section
     section = section_from_environment(environ)
-    if section is None and getattr(server_args, "radix_cache_backend", None) == BACKEND:
-        section = {"features": ["kv"]}
+    if section is None:
+        chosen = {
+            "kv": getattr(server_args, "radix_cache_backend", None) == BACKEND,
+            "scheduler": getattr(server_args, "schedule_policy", None) == POLICY,
+        }
+        names = [name for name, is_chosen in chosen.items() if is_chosen]
+        section = {"features": names} if names else None
     return section
 
 
@@ -136,13 +148,12 @@ def activate(server_args: Any, environ: Mapping[str, str]) -> MimoConfig | None:
 def give_up(server_args: Any, reason: str) -> None:
     """Leave the engine stock (``MIMO_STRICT=0``), and say so in the log and in the record."""
     logger.error("mimo-plugin is OFF for this engine (MIMO_STRICT=0): %s", reason)
-    _resolve(server_args, radix_cache_backend=_without_ours(server_args))
+    view = _view(server_args)
+    if view.radix_cache_backend == BACKEND:
+        _resolve(server_args, radix_cache_backend=None)
+    if view.schedule_policy == POLICY:
+        _resolve(server_args, schedule_policy=STOCK_POLICY)
     setattr(server_args, RECORD_ATTRIBUTE, {DEGRADED_KEY: reason})
-
-
-def _without_ours(server_args: Any) -> str | None:
-    chosen: str | None = _view(server_args).radix_cache_backend
-    return None if chosen == BACKEND else chosen
 
 
 def _activate(
@@ -172,6 +183,8 @@ def _activate(
     )
     if "kv" in features:
         _resolve(server_args, radix_cache_backend=BACKEND)
+    if "scheduler" in features:
+        _resolve(server_args, schedule_policy=POLICY)
     setattr(server_args, RECORD_ATTRIBUTE, config.to_dict())
     return config
 
@@ -240,6 +253,10 @@ def enter_process(server_args: Any, role: str) -> MimoConfig | None:
         from mimo_plugin.engines.sglang.kv.backend import register_backend
 
         register_backend()
+    if role == SCHEDULER_ROLE and "scheduler" in config.features:
+        from mimo_plugin.engines.sglang.sched.install import install_policy
+
+        install_policy(server_args, config)
     if config.plugin_version != __version__:
         # Always fatal: what the record says was decided by other code than this.
         raise VersionError(

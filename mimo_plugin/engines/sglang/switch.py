@@ -3,7 +3,7 @@
 
 ``install`` wraps three methods of ``ServerArgs`` and hooks ``publish``, which each process calls
 once it has its arguments. With the plugin not asked for the wrappers add an unused option to the
-parser and return what SGLang returned.
+parser, one name to the choices of ``--schedule-policy``, and return what SGLang returned.
 
 The wrappers are set directly: SGLang's hook registry logs a hook that can't be applied and goes on
 without it, and the engine would run stock though the plugin was asked for.
@@ -27,6 +27,7 @@ from mimo_plugin.features import available
 logger = logging.getLogger(register.LOGGER_NAME)
 
 OPTION = "--plugin"
+POLICY_OPTION = "--schedule-policy"
 PUBLISH = "sglang.srt.runtime_context.publish"
 _MARK = "mimo_plugin_wrapper"
 # Modules that are the program itself when SGLang's own commands run.
@@ -78,6 +79,9 @@ def _wrap_add_cli_args(stock: Callable[..., Any]) -> Callable[..., Any]:
                     register.CONFIG_ENV,
                 )
             return result
+        for action in parser._actions:
+            if POLICY_OPTION in action.option_strings and action.choices is not None:
+                action.choices = [*action.choices, register.POLICY]
         parser.add_argument(
             OPTION,
             type=_option_value,

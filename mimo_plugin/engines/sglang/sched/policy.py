@@ -1,31 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """``--schedule-policy mimo-affinity``: SGLang's policy class with the affinity order in it.
 
-SGLang has no registry of policies: the name is added to the choices of the option, and the class
-that the scheduler makes its policy from is replaced by a subclass, which leaves every other name to
-upstream. Two methods of the prefill batch are wrapped, for the rules of ``batch.py``; they do
-nothing in a process whose scheduler runs another policy.
+SGLang has no registry of policies: the class that the scheduler makes its policy from is replaced
+by a subclass, in the scheduler's process and only where the feature is on. Two methods of the
+prefill batch are wrapped there, for the rules of ``batch.py``.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
+from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.managers.schedule_policy import (
     AddReqResult,
     CacheAgnosticPolicy,
+    PrefillAdder,
     SchedulePolicy,
 )
 from sglang.srt.mem_cache.common import match_kv_cache
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_parallel, get_schedule
 
-from mimo_plugin.config import SchedulerConfig
-from mimo_plugin.core.affinity import OVERDUE, PREEMPTED, AffinityRule, Cost
+from mimo_plugin.config import MimoConfig
+from mimo_plugin.core.affinity import FCFS, OVERDUE, PREEMPTED, AffinityRule, Cost
 from mimo_plugin.core.lanes import Lane
+from mimo_plugin.engines.sglang import register
 from mimo_plugin.engines.sglang.sched.batch import (
     awaits_leader,
     chunk_limit_tokens,
@@ -33,10 +34,7 @@ from mimo_plugin.engines.sglang.sched.batch import (
 )
 from mimo_plugin.engines.sglang.sched.order import AffinityOrder, Clock
 
-logger = logging.getLogger("sglang.mimo_plugin")
-
-NAME = "mimo-affinity"
-"""What ``--schedule-policy`` says to select the policy."""
+logger = logging.getLogger(register.LOGGER_NAME)
 
 MAX_WAIT_CHUNKS = 256
 """Where several ranks must agree, a request is overdue after so many chunks of prefill tokens."""
@@ -44,17 +42,21 @@ MAX_WAIT_CHUNKS = 256
 SKIPS_PER_PASS = 32
 """Requests of a pass that may be left out of the batch while those behind them are tried."""
 
-_SCHEDULERS = "sglang.srt.managers.schedule_policy"
+_MARK = "mimo_plugin_wrapper"
 
 
 class _Settings:
     """What the feature was switched on with in this process."""
 
-    def __init__(self, config: SchedulerConfig, cost: Cost, *, dense: bool) -> None:
-        self.config = config
+    def __init__(self, config: MimoConfig, cost: Cost) -> None:
+        self.whole = config
+        self.config = config.scheduler
         self.cost = cost
-        self.dense = dense
-        self.lanes = tuple(Lane(lane.over_tokens, lane.max_prefills) for lane in config.lanes)
+        # With the plugin's retention a request leaves KV behind at every page of a short prefix.
+        self.dense = "kv" in config.features
+        self.lanes = tuple(
+            Lane(lane.over_tokens, lane.max_prefills) for lane in config.scheduler.lanes
+        )
 
 
 _settings: _Settings | None = None
@@ -77,7 +79,7 @@ class AffinityPolicy(SchedulePolicy):  # type: ignore[misc]
         schedule_low_priority_values_first: bool,
     ) -> None:
         global _active
-        ours = policy == NAME
+        ours = policy == register.POLICY
         super().__init__(
             CacheAgnosticPolicy.FCFS.value if ours else policy,
             tree_cache,
@@ -89,11 +91,14 @@ class AffinityPolicy(SchedulePolicy):  # type: ignore[misc]
         if ours:
             assert _settings is not None, "the name is known only where the feature is on"
             self.affinity = _make_order(_settings, self)
-            self._lanes = _settings.lanes
-            self._share = _settings.config.lane_share
+            config = _settings.config
+            self._lanes = _settings.lanes if config.mode != FCFS else ()
+            self._share = config.lane_share
             self._dense = _settings.dense
+            self._dedupes = config.dedupe and config.mode != FCFS
             self._skips_left = 0
             _active = self
+            register.log_active(register.SCHEDULER_ROLE, _settings.whole)
 
     def calc_priority(
         self, waiting_queue: list[Any], running_batch: Any = None, processed_tokens: int = 0
@@ -134,7 +139,9 @@ class AffinityPolicy(SchedulePolicy):  # type: ignore[misc]
         """Whether a request lets this batch go without it; those behind it are tried."""
         assert self.affinity is not None
         entry = self.affinity.entry_of(request)
-        if self._skips_left == 0 or entry is None or entry.group in (PREEMPTED, OVERDUE):
+        if not self._dedupes or self._skips_left == 0 or entry is None:
+            return False
+        if entry.group in (PREEMPTED, OVERDUE):
             return False
         if not awaits_leader(request, adder.can_run_list, adder.page_size, dense=self._dense):
             return False
@@ -185,25 +192,33 @@ def _make_order(settings: _Settings, policy: SchedulePolicy) -> AffinityOrder:
     )
 
 
-def install(config: SchedulerConfig, cost: Cost, *, dense: bool) -> None:
+def install(config: MimoConfig, cost: Cost) -> None:
     """Make the policy known in this process; before the scheduler is built.
 
     Args:
-        config: the feature's settings.
+        config: the plugin's configuration.
         cost: prefill cost of the model.
-        dense: a running request leaves KV behind at every page (feature ``kv``).
     """
     global _settings
-    first = _settings is None
-    _settings = _Settings(replace(config), cost, dense=dense)
-    if not first:
-        return
-    HookRegistry.register(f"{_SCHEDULERS}.SchedulePolicy", AffinityPolicy, HookType.REPLACE)
-    adder = f"{_SCHEDULERS}.PrefillAdder"
-    HookRegistry.register(f"{adder}.add_one_req", _add_one_req, HookType.AROUND)
-    HookRegistry.register(
-        f"{adder}._select_prefill_admission", _select_prefill_admission, HookType.AROUND
-    )
+    _settings = _Settings(config, cost)
+    scheduler_module.SchedulePolicy = AffinityPolicy
+    for name, wrapper in (
+        ("add_one_req", _add_one_req),
+        ("_select_prefill_admission", _select_prefill_admission),
+    ):
+        original = getattr(PrefillAdder, name)
+        if not getattr(original, _MARK, False):
+            wrapped = _wrapped(original, wrapper)
+            setattr(wrapped, _MARK, True)
+            setattr(PrefillAdder, name, wrapped)
+
+
+def _wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    return call
 
 
 class _PlaceTaken(Exception):
