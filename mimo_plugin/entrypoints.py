@@ -57,14 +57,17 @@ def _refuse_sglang_when_asked(error: Exception) -> None:
 
 
 def _names_the_plugin(arguments: list[str]) -> bool:
-    """Whether a command line holds ``--plugin mimo…`` or the radix backend ``mimo``."""
+    """Whether a command line holds ``--plugin mimo…``, or a name that only the plugin knows."""
     for index, argument in enumerate(arguments):
         option, equals, value = argument.partition("=")
         if not equals:
             value = arguments[index + 1] if index + 1 < len(arguments) else ""
         if option == "--plugin" and value.strip().split(":")[0] == "mimo":
             return True
-        if option == "--radix-cache-backend" and value == "mimo":
+        if (option, value) in (
+            ("--radix-cache-backend", "mimo"),
+            ("--schedule-policy", "mimo-affinity"),
+        ):
             return True
     return False
 

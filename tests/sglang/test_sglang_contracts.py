@@ -78,7 +78,10 @@ def test_a_missing_symbol_is_one_line(tmp_path: Path) -> None:
     switch_only = contracts.check_sglang(tmp_path, features=())
     assert 0 < len(switch_only) < len(every)
     assert all(line.startswith("sglang.srt.") and "\n" not in line for line in every)
-    assert contracts.check_sglang(tmp_path, features=["kv"]) == every
+    kv = contracts.check_sglang(tmp_path, features=["kv"])
+    assert len(switch_only) < len(kv) < len(every) and set(kv) < set(every)
+    named = ["kv", "scheduler", "tiers"]
+    assert contracts.check_sglang(tmp_path, features=named) == every
     (problem,) = contracts.check_sglang(tmp_path / "nowhere")
     assert "without __init__.py" in problem
 

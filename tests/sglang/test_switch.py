@@ -33,17 +33,21 @@ RESOLVED: dict[str, Any] = {}
 class Record:
     """A stand-in for ``ServerArgs``: input fields, decisions beside them, bookkeeping."""
 
-    def __init__(self, radix_cache_backend: str | None = None) -> None:
+    def __init__(
+        self, radix_cache_backend: str | None = None, schedule_policy: str = "fcfs"
+    ) -> None:
         self.radix_cache_backend = radix_cache_backend
+        self.schedule_policy = schedule_policy
         self.decided: dict[str, Any] = {}
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--radix-cache-backend", default=None)
+        parser.add_argument("--schedule-policy", default="fcfs", choices=["fcfs", "lpm"])
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Record:
-        return cls(args.radix_cache_backend)
+        return cls(args.radix_cache_backend, args.schedule_policy)
 
     def resolve_once(self) -> None:
         self._resolution_finished = True
@@ -72,7 +76,10 @@ class Engine:
         self.model = types.SimpleNamespace(
             is_hybrid_swa=True, full_attention_layer_ids=[0], vocab_size=1000
         )
-        self.options: dict[str, Any] = {"disable_radix_cache": False}
+        self.options: dict[str, Any] = {
+            "disable_radix_cache": False,
+            "disaggregation_mode": "null",
+        }
 
     def parsed(self, *argv: str) -> Any:
         parser = argparse.ArgumentParser()
@@ -87,8 +94,11 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     made = Engine(record, Hooks())
 
     def view(server_args: Any) -> Any:
-        values = {"radix_cache_backend": server_args.radix_cache_backend, **made.options}
-        return types.SimpleNamespace(**{**values, **server_args.decided})
+        given = {
+            "radix_cache_backend": server_args.radix_cache_backend,
+            "schedule_policy": server_args.schedule_policy,
+        }
+        return types.SimpleNamespace(**{**given, **made.options, **server_args.decided})
 
     def decide(server_args: Any, source: str, **fields: Any) -> None:
         assert source == "mimo-plugin"
@@ -142,6 +152,7 @@ def test_not_asked_for_changes_nothing(engine: Engine) -> None:
     server_args.resolve_once()
     assert vars(server_args) == {
         "radix_cache_backend": "other",
+        "schedule_policy": "fcfs",
         "decided": {},
         "_resolution_finished": True,
     }
@@ -175,36 +186,82 @@ def test_an_option_of_that_name_is_left_alone(
 # --- asked for ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["option", "named", "environment", "file", "backend"])
+KV = {"radix_cache_backend": "mimo"}
+SCHEDULER = {"schedule_policy": "mimo-affinity"}
+
+
+@pytest.mark.parametrize(
+    ("how", "features", "decided"),
+    [
+        ("option", ("kv", "scheduler"), {**KV, **SCHEDULER}),
+        ("named", ("kv",), KV),
+        ("environment", ("kv",), KV),
+        ("file", ("kv",), KV),
+        ("backend", ("kv",), KV),
+        ("policy", ("scheduler",), SCHEDULER),
+        ("both", ("kv", "scheduler"), {**KV, **SCHEDULER}),
+    ],
+)
 def test_every_way_to_ask(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: str
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    how: str,
+    features: tuple[str, ...],
+    decided: dict[str, str],
 ) -> None:
-    argv: tuple[str, ...] = ()
-    if how == "option":
-        argv = ("--plugin", "mimo")
-    elif how == "named":
-        argv = ("--plugin", "mimo:kv")
-    elif how == "backend":
-        argv = ("--radix-cache-backend", "mimo")
-    elif how == "environment":
+    backend, policy = ("--radix-cache-backend", "mimo"), ("--schedule-policy", "mimo-affinity")
+    argv = {
+        "option": ("--plugin", "mimo"),
+        "named": ("--plugin", "mimo:kv"),
+        "backend": backend,
+        "policy": policy,
+        "both": (*backend, *policy),
+    }.get(how, ())
+    if how == "environment":
         monkeypatch.setenv("MIMO_CONFIG", '{"kv": {"ladder_growth": 0.5}}')
-    else:
+    elif how == "file":
         path = tmp_path / "mimo.json"
         path.write_text('{"features": ["kv"]}', encoding="utf-8")
         monkeypatch.setenv("MIMO_CONFIG", str(path))
     server_args = engine.parsed(*argv)
-    given = server_args.radix_cache_backend
+    given = server_args.radix_cache_backend, server_args.schedule_policy
     server_args.resolve_once()
-    assert server_args.decided == {"radix_cache_backend": "mimo"}
-    assert server_args.radix_cache_backend == given, "the user's input stays as it is"
+    assert server_args.decided == decided
+    assert (server_args.radix_cache_backend, server_args.schedule_policy) == given
     # What travels to the other processes is complete, and means the same there.
     carried = json.loads(json.dumps(section(server_args)))
     config = register.parse(carried, {"MIMO_CONFIG": "ignored"})
     assert config is not None
-    assert config.features == ("kv",)
+    assert config.features == features
     assert config.plugin_version == __version__
     assert config.kv.ladder_growth == (0.5 if how == "environment" else 0.25)
-    assert config.named == (() if how == "option" else ("kv",))
+    assert config.named == (() if how == "option" else features)
+
+
+def test_the_policy_is_a_choice_only_once(engine: Engine) -> None:
+    parser = argparse.ArgumentParser()
+    engine.record.add_cli_args(parser)
+    (action,) = (a for a in parser._actions if a.dest == "schedule_policy")
+    assert action.choices == ["fcfs", "lpm", "mimo-affinity"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "option", "words"),
+    [
+        (("--schedule-policy", "lpm"), {}, "--schedule-policy: found 'lpm'"),
+        ((), {"disaggregation_mode": "decode"}, "prefills nothing"),
+        ((), {"dllm_algorithm": "x"}, "queue of its own"),
+        ((), {"disable_radix_cache": True}, "no request has a hit"),
+    ],
+)
+def test_where_the_scheduler_does_not_fit(
+    engine: Engine, argv: tuple[str, ...], option: dict[str, Any], words: str
+) -> None:
+    engine.options.update(option)
+    server_args = engine.parsed("--plugin", "mimo:scheduler", *argv)
+    assert words in refused(server_args.resolve_once)
+    assert server_args.decided == {}
 
 
 def test_settings_beside_the_option(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +300,7 @@ def test_each_role_is_announced_once(engine: Engine, caplog: pytest.LogCaptureFi
     ("option", "words"),
     [
         ("mimo:kvv", "did you mean 'kv'?"),
-        ("mimo:scheduler", "not in this version for SGLang"),
+        ("mimo:mtp", "not in this version for SGLang"),
         ("mimo:replay", "not in this version;"),
         ("other", "use --plugin mimo"),
     ],
@@ -266,6 +323,7 @@ def test_a_wrong_option_ends_the_parser(
         ('{"features": ["mtp"]}', "for SGLang"),
         ('{"kv": {"swa_share": 0.4}}', "--swa-full-tokens-ratio"),
         ('{"kv": {"memoise": false}}', "mimo.kv.memoise"),
+        ('{"scheduler": {"protect_hits": false}}', "mimo.scheduler.protect_hits"),
         ('{"kv": {"message_start_token_ids": [1000]}}', "from 0 to 999"),
     ],
 )
@@ -313,9 +371,12 @@ def test_what_does_not_fit(
     # Not named: it is left out with a warning, and nothing is switched on.
     server_args = engine.parsed("--plugin", "mimo")
     server_args.resolve_once()
-    assert server_args.decided == {}
     assert "leaves out feature 'kv'" in caplog.text
-    assert register.degraded_reason(server_args) == "no feature fits this model"
+    if "disable_radix_cache" in change:
+        assert server_args.decided == {}
+        assert register.degraded_reason(server_args) == "no feature fits this model"
+    else:
+        assert server_args.decided == SCHEDULER
 
 
 def test_other_models_are_left_alone(engine: Engine) -> None:
@@ -357,7 +418,7 @@ def test_another_version_in_another_process_ends_it(engine: Engine) -> None:
 # --- lenient --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", ["settings", "backend", "fit", "bug"])
+@pytest.mark.parametrize("fault", ["settings", "backend", "fit", "bug", "names"])
 def test_lenient_leaves_a_stock_engine(
     engine: Engine,
     monkeypatch: pytest.MonkeyPatch,
@@ -374,9 +435,12 @@ def test_lenient_leaves_a_stock_engine(
         engine.options["disable_radix_cache"] = True
     else:
         monkeypatch.setattr(register, "_fitting", lambda *_: 1 / 0)
+    if fault == "names":
+        argv = ["--radix-cache-backend", "mimo", "--schedule-policy", "mimo-affinity"]
     server_args = engine.parsed(*argv)
     server_args.resolve_once()
-    assert server_args.decided == {"radix_cache_backend": "other" if fault == "backend" else None}
+    stock = {"radix_cache_backend": None, "schedule_policy": "fcfs"}
+    assert server_args.decided == (stock if fault == "names" else {})
     assert set(section(server_args)) == {DEGRADED_KEY}
     errors = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
     assert len(errors) == 1 and "is OFF for this engine" in errors[0]
@@ -394,6 +458,7 @@ def test_lenient_leaves_a_stock_engine(
         (["--plugin", "mimo:kv"], None, True),
         (["--plugin=mimo"], None, True),
         (["--radix-cache-backend", "mimo"], None, True),
+        (["--schedule-policy=mimo-affinity"], None, True),
         ([], "{}", True),
     ],
 )

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from sglang.srt.managers import scheduler as scheduler_module
+import sglang.srt.managers.scheduler as scheduler_module
 from sglang.srt.managers.schedule_policy import (
     AddReqResult,
     CacheAgnosticPolicy,
