@@ -16,6 +16,10 @@ from integration_tests.test_sglang_stock import WINDOW_TOKENS, generate, logprob
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 WAIT_S = 60.0
+PROMPT_TOKENS, WHOLE_TOKENS = 700, 688
+"""A prompt, and its whole pages."""
+CAPACITY_BYTES = 13_000_000
+"""Six or seven of the prompts; one takes about 2 MB with a window at every page."""
 
 
 def arguments(folder):
@@ -25,7 +29,7 @@ def arguments(folder):
         "module_path": "mimo_plugin.engines.sglang.storage.backend",
         "class_name": "MimoStorage",
         "path": str(folder),
-        "capacity_gib": 1,
+        "capacity_gib": CAPACITY_BYTES / (1 << 30),
         "prefetch_threshold": 16,
     }
     return (
@@ -65,27 +69,43 @@ def newest_window_page(folder):
     return max(windows, key=lambda path: path.stat().st_mtime_ns)
 
 
-def test_prompts_survive_the_server(serve_sglang, tiny_model_factory, tmp_path):
-    model = tiny_model_factory(own_config=True, v_head_dim=24, window_tokens=WINDOW_TOKENS)
-    whole, holed = prompt(11, 700), prompt(12, 700)
-    first = serve_sglang(model, *arguments(tmp_path))
-    cold = generate(first, whole)
-    settled(tmp_path)
-    cold_holed = generate(first, holed)
-    settled(tmp_path)
-    first.stop()
-    assert cached(cold) == cached(cold_holed) == 0
+def store(server, folder, *seeds):
+    """Answers to cold prompts, each stored before the next is asked."""
+    answers = []
+    for seed in seeds:
+        answers.append(generate(server, prompt(seed, PROMPT_TOKENS)))
+        settled(folder)
+    return answers
 
-    newest_window_page(tmp_path).unlink()
-    second = serve_sglang(model, *arguments(tmp_path))
-    warm = generate(second, whole)
-    assert cached(warm) == 688
-    assert warm["meta_info"]["cached_tokens_details"]["storage"] == 688
+
+def same(warm, cold):
     assert warm["output_ids"] == cold["output_ids"]
     assert logprobs(warm) == pytest.approx(logprobs(cold), abs=1e-4)
 
-    # The last window lacks a page: the hit ends with the window before it, at the first chunk.
-    warm = generate(second, holed)
-    assert cached(warm) == 512
-    assert warm["output_ids"] == cold_holed["output_ids"]
-    assert logprobs(warm) == pytest.approx(logprobs(cold_holed), abs=1e-4)
+
+def test_prompts_survive_the_server(serve_sglang, tiny_model_factory, tmp_path):
+    model = tiny_model_factory(own_config=True, v_head_dim=24, window_tokens=WINDOW_TOKENS)
+    hot, cold, holed = 11, 12, 13
+    first = serve_sglang(model, *arguments(tmp_path), plugin="mimo:kv")
+    (hot_answer, cold_answer) = store(first, tmp_path, hot, cold)
+    store(first, tmp_path, 21, 22, 23)
+    # The device answers with the hot prompt, which renews it in the store.
+    assert cached(generate(first, prompt(hot, PROMPT_TOKENS))) == WHOLE_TOKENS
+    store(first, tmp_path, 31, 32, 33)
+    (holed_answer,) = store(first, tmp_path, holed)
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*.page")) <= CAPACITY_BYTES
+    first.stop()
+
+    newest_window_page(tmp_path).unlink()
+    second = serve_sglang(model, *arguments(tmp_path), plugin="mimo:kv")
+    warm = generate(second, prompt(hot, PROMPT_TOKENS))
+    assert warm["meta_info"]["cached_tokens_details"]["storage"] == WHOLE_TOKENS
+    same(warm, hot_answer)
+    # Written after it, and never asked for again: it made room.
+    gone = generate(second, prompt(cold, PROMPT_TOKENS))
+    assert cached(gone) == 0
+    same(gone, cold_answer)
+    # One window page is missing: the hit ends where the windows before it do.
+    warm = generate(second, prompt(holed, PROMPT_TOKENS))
+    assert WHOLE_TOKENS - WINDOW_TOKENS - 16 <= cached(warm) < WHOLE_TOKENS
+    same(warm, holed_answer)

@@ -10,6 +10,7 @@ from mimo_plugin.engines.sglang.storage.keepalive import (
     MAX_REMEMBERED,
     MAX_WAITING,
     KeepAlive,
+    pages_of,
     prefix_hashes,
 )
 
@@ -37,21 +38,17 @@ class Store:
 
 
 def keep_alive(store, clock=lambda: 0.0):
-    return KeepAlive(store.touch, full_pools=["kv"], windows={"swa": 3}, clock_s=clock)
+    return KeepAlive(store.touch, clock)
 
 
 def test_all_of_full_attention_and_the_last_window_of_the_others():
-    store = Store()
-    target = keep_alive(store)
     hashes = [f"h{i}" for i in range(10)]
-    target.add(hashes)
-    target.add(hashes[:2])
-    store.wait(2)
-    target.close()
-    assert store.touched == [
-        {"kv": hashes, "swa": ["h7", "h8", "h9"]},
-        {"kv": ["h0", "h1"], "swa": ["h0", "h1"]},
-    ]
+    assert pages_of(hashes, "kv", ["swa", "draft"], 3) == {
+        "kv": hashes,
+        "swa": ["h7", "h8", "h9"],
+        "draft": ["h7", "h8", "h9"],
+    }
+    assert pages_of(hashes[:2], "kv", ["swa"], 3) == {"kv": ["h0", "h1"], "swa": ["h0", "h1"]}
 
 
 def test_a_prefix_is_touched_once_in_a_while():
@@ -77,7 +74,7 @@ def test_a_slow_store_drops_instead_of_growing():
     store.gate.clear()
     target = keep_alive(store)
     for number in range(MAX_WAITING + 20):
-        target.add([f"{number}"])
+        target.add({"kv": [f"{number}"]})
     assert target.dropped >= 19 and len(target._waiting) <= MAX_WAITING
     store.gate.set()
     store.wait(MAX_WAITING)
@@ -89,10 +86,10 @@ def test_a_failing_store_does_not_end_it():
     store = Store()
     store.fail = True
     target = keep_alive(store)
-    target.add(["a"])
+    target.add({"kv": ["a"]})
     store.wait()
     store.fail = False
-    target.add(["b"])
+    target.add({"kv": ["b"]})
     store.wait()
     target.close()
     assert [pages["kv"] for pages in store.touched] == [["a"], ["b"]]
@@ -102,7 +99,7 @@ def test_nothing_is_taken_after_the_end():
     store = Store()
     target = keep_alive(store)
     target.close()
-    target.add(["a"])
+    target.add({"kv": ["a"]})
     assert not store.touched and not target._waiting
 
 

@@ -25,6 +25,9 @@ from mimo_plugin.core.segments import Segment, cut
 from mimo_plugin.core.window import GroupGeometry
 from mimo_plugin.engines.sglang.kv.accounting import Accounting
 
+_KEPT = "mimo_kept_alive"
+"""Mark of a request whose prefix has been kept alive in the store below."""
+
 
 class SegmentedSWAComponent(SWAComponent):  # type: ignore[misc]
     """``SWAComponent`` that leaves it to the cache where a request's KV is cut."""
@@ -104,6 +107,7 @@ class MimoRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             return
         kv = req.kv
         self.accounting.admitted(req, kv.cache_protected_len)
+        self._keep_alive(req)
         # A bigram key (EAGLE) is one shorter than the tokens it spans.
         extra = int(self.tree_core.is_eagle)
         last = self.rule.align(up_to - extra)
@@ -119,6 +123,17 @@ class MimoRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         if req.swa_branching_seqlen is not None and req.swa_branching_seqlen <= last:
             req.swa_branching_seqlen = None
         self.accounting.flush(self)
+
+    def _keep_alive(self, req: Any) -> None:
+        """Touch in our store what a request has found in the tree; once a request."""
+        keep_alive = getattr(
+            getattr(self.cache_controller, "storage_backend", None), "keep_alive", None
+        )
+        if keep_alive is None or getattr(req, _KEPT, False):
+            return
+        setattr(req, _KEPT, True)
+        if req.kv.cache_protected_len:
+            keep_alive(self.tree_core, req.last_node, self.group.window_blocks)
 
     @contextmanager
     def _cutting(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ that need it, not the hit.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
+from mimo_plugin.engines.sglang.storage.keepalive import KeepAlive, pages_of, prefix_hashes
 from mimo_plugin.engines.sglang.storage.pages import (
     ALL,
     TRAILING,
@@ -76,6 +77,7 @@ class MimoStorage(HiCacheStorage):  # type: ignore[misc]
         self.store: PageStore = open_store(storage_config.extra_config or {})
         self.registered_pools: dict[str, Any] = {}
         self._spaces: dict[str, str] = {}
+        self.keeper = KeepAlive(self._touch)
 
     # -- pools ---------------------------------------------------------------------------------
 
@@ -154,12 +156,22 @@ class MimoStorage(HiCacheStorage):  # type: ignore[misc]
         """Whether one page of full-attention KV is there."""
         return self.batch_exists([key]) == 1
 
-    def touch(self, pages: dict[str, Sequence[str]]) -> None:
-        """Keep pages alive that a higher tier has answered with.
+    def keep_alive(self, tree_core: Any, node: Any, window_pages: int) -> None:
+        """A higher tier answers with the prefix that ends in a node of the tree: touch its pages.
 
         Args:
-            pages: for each pool the hashes of its pages.
+            tree_core: of SGLang's radix cache.
+            node: where the prefix ends.
+            window_pages: what a window takes at its end.
         """
+        last = tree_core.get_last_hash_value(node)
+        if not last or not self.keeper.due(last):
+            return
+        others = [name for name in self.registered_pools if name != PoolName.KV.value]
+        hashes = prefix_hashes(tree_core, node)
+        self.keeper.add(pages_of(hashes, PoolName.KV.value, others, window_pages))
+
+    def _touch(self, pages: Mapping[str, Sequence[str]]) -> None:
         for name, hashes in pages.items():
             self.store.touch(self._keys(name, hashes))
 
@@ -228,6 +240,7 @@ class MimoStorage(HiCacheStorage):  # type: ignore[misc]
 
     def close(self) -> None:
         """Let go of the store."""
+        self.keeper.close()
         self.store.close()
 
 

@@ -36,25 +36,14 @@ class KeepAlive:
 
     Args:
         touch: of the store.
-        windows: pages at the end of a prefix that each pool with a window needs, by pool.
-        full_pools: pools that need all pages.
         clock_s: monotonic seconds.
     """
 
-    def __init__(
-        self,
-        touch: Touch,
-        *,
-        full_pools: Sequence[str],
-        windows: Mapping[str, int],
-        clock_s: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, touch: Touch, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._touch = touch
-        self._full_pools = tuple(full_pools)
-        self._windows = dict(windows)
         self._clock_s = clock_s
         self._recent: OrderedDict[str, float] = OrderedDict()
-        self._waiting: deque[dict[str, Sequence[str]]] = deque(maxlen=MAX_WAITING)
+        self._waiting: deque[Mapping[str, Sequence[str]]] = deque(maxlen=MAX_WAITING)
         self._wake = threading.Condition()
         self._closed = False
         #: pages handed to the store
@@ -75,15 +64,12 @@ class KeepAlive:
             self._recent.popitem(last=False)
         return True
 
-    def add(self, hashes: Sequence[str]) -> None:
+    def add(self, pages: Mapping[str, Sequence[str]]) -> None:
         """Touch a prefix, soon.
 
         Args:
-            hashes: of its pages, from the first on.
+            pages: hashes of the pages that it needs of each pool.
         """
-        pages: dict[str, Sequence[str]] = dict.fromkeys(self._full_pools, hashes)
-        for pool, count in self._windows.items():
-            pages[pool] = hashes[max(0, len(hashes) - count) :]
         with self._wake:
             if self._closed:
                 return
@@ -116,6 +102,21 @@ class KeepAlive:
                 self.pages += sum(map(len, pages.values()))
             except Exception as error:  # a store that fails must not end the thread
                 logger.warning("mimo storage: keeping pages alive failed: %s", error)
+
+
+def pages_of(
+    hashes: Sequence[str], full_pool: str, window_pools: Sequence[str], window_pages: int
+) -> dict[str, Sequence[str]]:
+    """What a prefix needs of each pool.
+
+    Args:
+        hashes: of the prefix' pages, from the first on.
+        full_pool: the pool of which it needs all.
+        window_pools: pools of which it needs the end.
+        window_pages: how much of the end.
+    """
+    tail = hashes[max(0, len(hashes) - window_pages) :]
+    return {full_pool: hashes, **dict.fromkeys(window_pools, tail)}
 
 
 def prefix_hashes(tree_core: Any, node: Any) -> list[str]:
