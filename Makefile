@@ -3,15 +3,17 @@
 #   make run                     compare stock vLLM and the plugin on one workload (tiny model)
 #   make run MODEL=PATH          the same with any model on the installed engine
 #   make run QUICK=1             a quarter of the sessions
-#   make test                    all checks; TIER=unit runs one of lint, unit, contracts, engine
+#   make test                    all checks; TIER=unit runs one of lint, unit, contracts, engine,
+#                                sglang
 #   make bench                   all benchmarks; BENCH=retention runs one, QUICK=1 shortens it;
 #                                those that need a GPU (gpu_…) run by name only
 #   make tiny-trained            train the tiny model of tools/tiny_trained again (ten minutes), in
 #                                out/tiny-trained; ARGS=tools/tiny_trained replaces the committed one
+#   make setup-all               both environments: .venv-vllm and .venv-sglang
 #   make … PY=/path/to/python    use this environment as it is instead of .venv-vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint bench tiny-trained doctor clean
+.PHONY: help setup setup-sglang setup-all run test lint bench tiny-trained doctor clean
 
 VENV := .venv-vllm
 PY ?=
@@ -23,19 +25,26 @@ else
 PYTHON := $(PY)
 READY :=
 endif
+# The tests of all tiers, and of SGLang's, need its environment too.
+TEST_READY := $(READY) $(if $(or $(filter sglang,$(TIER)),$(if $(TIER),,all)),setup-sglang)
 BENCH ?= $(filter-out _% gpu_%,$(basename $(notdir $(shell grep -l -- '"--json"' benchmarks/*.py 2>/dev/null))))
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' $(MAKEFILE_LIST)
-	@echo "Targets: setup run test lint bench tiny-trained doctor clean"
+	@echo "Targets: setup setup-sglang setup-all run test lint bench tiny-trained doctor clean"
 
 setup:
-	@python3 tools/setup_vllm.py $(if $(FORCE),--force)
+	@python3 -m tools.setup_vllm $(if $(FORCE),--force)
+
+setup-sglang:
+	@python3 -m tools.setup_sglang $(if $(FORCE),--force)
+
+setup-all: setup setup-sglang
 
 run: $(READY)
 	@$(PYTHON) -m tools.run $(if $(MODEL),--model "$(MODEL)") $(if $(QUICK),--quick) $(ARGS)
 
-test: $(READY)
+test: $(TEST_READY)
 	@$(PYTHON) -m tools.tiers $(foreach tier,$(TIER),--tier $(tier)) $(ARGS)
 
 lint: $(READY)
@@ -56,4 +65,4 @@ doctor: $(READY)
 
 clean:
 	rm -rf out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	@echo "kept $(VENV); remove it by hand to install the engine again"
+	@echo "kept the environments .venv-*; remove one by hand to install its engine again"

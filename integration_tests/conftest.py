@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures of the real-engine tests: tiny checkpoints and ``vllm serve`` processes.
+"""Fixtures of the real-engine tests: tiny checkpoints, ``vllm serve`` and ``sglang serve``.
 
 Nothing of an engine is imported here: tests that use one in their own process stay in control of
 when that happens.
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 
 from tools import tiny_mimo
-from tools.server import VllmServer, engine_environment
+from tools.server import EngineServer, SglangServer, VllmServer, engine_environment
 
 ModelFactory = Callable[..., Path]
-ServerFactory = Callable[..., VllmServer]
+ServerFactory = Callable[..., Any]
+"""``serve(model, *arguments, plugin=…, dtype=…, environment=…)``: a running server."""
 
 COMMON_ARGUMENTS = (
     "--enforce-eager",
@@ -30,6 +31,17 @@ COMMON_ARGUMENTS = (
     "--max-num-batched-tokens=1024",
     "--max-num-seqs=16",
     "--enable-prompt-tokens-details",
+)
+SGLANG_ARGUMENTS = (
+    "--trust-remote-code",
+    "--max-total-tokens=2048",
+    "--swa-full-tokens-ratio=0.5",
+    "--page-size=16",
+    "--chunked-prefill-size=512",
+    "--max-running-requests=8",
+    "--random-seed=0",
+    "--enable-metrics",
+    "--skip-server-warmup",
 )
 """What every test server gets; a later argument of the same name wins."""
 
@@ -68,7 +80,9 @@ def tiny_model_bf16(tiny_model_factory: ModelFactory) -> Path:
 
 
 @contextlib.contextmanager
-def _server_factory(log_dir: Path) -> Iterator[ServerFactory]:
+def _server_factory(
+    kind: type[EngineServer], common: Sequence[str], log_dir: Path
+) -> Iterator[ServerFactory]:
     numbers = itertools.count()
     with contextlib.ExitStack() as stack:
 
@@ -79,13 +93,13 @@ def _server_factory(log_dir: Path) -> Iterator[ServerFactory]:
             dtype: str = "float32",
             environment: dict[str, str] | None = None,
             **options: Any,
-        ) -> VllmServer:
+        ) -> EngineServer:
             """Start a server; ``plugin="mimo:kv"`` adds ``--plugin mimo:kv``."""
             chosen = ["--plugin", plugin] if plugin else []
             name = f"server-{next(numbers)}"
-            server = VllmServer(
+            server = kind(
                 model,
-                arguments=[*COMMON_ARGUMENTS, f"--dtype={dtype}", *chosen, *arguments],
+                arguments=[*common, f"--dtype={dtype}", *chosen, *arguments],
                 environment=environment,
                 log=log_dir / f"{name}.log",
                 name=name,
@@ -99,12 +113,21 @@ def _server_factory(log_dir: Path) -> Iterator[ServerFactory]:
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[ServerFactory]:
     """Start ``vllm serve`` processes that stop when the test ends."""
-    with _server_factory(tmp_path) as factory:
+    with _server_factory(VllmServer, COMMON_ARGUMENTS, tmp_path) as factory:
         yield factory
 
 
 @pytest.fixture(scope="module")
 def serve_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerFactory]:
     """Start ``vllm serve`` processes that stop when the module's tests are done."""
-    with _server_factory(tmp_path_factory.mktemp("servers")) as factory:
+    logs = tmp_path_factory.mktemp("servers")
+    with _server_factory(VllmServer, COMMON_ARGUMENTS, logs) as factory:
+        yield factory
+
+
+@pytest.fixture(scope="module")
+def serve_sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerFactory]:
+    """Start ``sglang serve`` processes that stop when the module's tests are done."""
+    logs = tmp_path_factory.mktemp("servers")
+    with _server_factory(SglangServer, SGLANG_ARGUMENTS, logs) as factory:
         yield factory

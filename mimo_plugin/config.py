@@ -216,12 +216,15 @@ _INTERNAL = {
 }
 
 
-def parse_config(raw: Mapping[str, Any] | None, *, environ: Mapping[str, str]) -> MimoConfig | None:
+def parse_config(
+    raw: Mapping[str, Any] | None, *, environ: Mapping[str, str], engine: str = "vllm"
+) -> MimoConfig | None:
     """Validate a ``mimo`` section.
 
     Args:
         raw: the section, or None when there is none.
         environ: process environment; only ``MIMO_STRICT`` is read.
+        engine: ``vllm`` or ``sglang``; they don't have the same features.
 
     Returns:
         The configuration, or None when the plugin was not asked for (or has been given up for
@@ -243,9 +246,9 @@ def parse_config(raw: Mapping[str, Any] | None, *, environ: Mapping[str, str]) -
 
     given = tuple(name for name in FEATURES if name in raw)
     wanted = raw.get("features", list(given) if given else AUTO)
-    names = defaults("vllm") if wanted == AUTO else parse_feature_names(wanted)
+    names = defaults(engine) if wanted == AUTO else parse_feature_names(wanted, engine)
     for name in given:
-        _require_available(name)
+        _require_available(name, engine)
         if name not in names:
             raise setting_error(
                 f"{SECTION}.features",
@@ -270,15 +273,15 @@ def parse_strict(environ: Mapping[str, str]) -> bool:
     return value == "1"
 
 
-def parse_feature_names(wanted: object) -> tuple[str, ...]:
+def parse_feature_names(wanted: object, engine: str = "vllm") -> tuple[str, ...]:
     """Validate a list of feature names (or a comma-separated string), in table order.
 
     Raises:
         ConfigError: unknown, repeated or no name, or not a list of strings.
-        FeatureUnavailable: a name of a feature that this version does not have.
+        FeatureUnavailable: a name of a feature that this version does not have for ``engine``.
     """
     setting = f"{SECTION}.features"
-    allowed = f"{AUTO!r} or a list of names out of {listing(available('vllm'))}"
+    allowed = f"{AUTO!r} or a list of names out of {listing(available(engine))}"
     if isinstance(wanted, str):
         wanted = [part.strip() for part in wanted.split(",")]
     if not isinstance(wanted, (list, tuple)) or not wanted:
@@ -290,15 +293,16 @@ def parse_feature_names(wanted: object) -> tuple[str, ...]:
             raise setting_error(setting, name, allowed, fix)
         if list(wanted).count(name) > 1:
             raise setting_error(setting, list(wanted), allowed, f"name {name!r} once")
-        _require_available(name)
+        _require_available(name, engine)
     return tuple(name for name in FEATURES if name in wanted)
 
 
-def _require_available(name: str) -> None:
-    if FEATURES[name].status != "available":
+def _require_available(name: str, engine: str) -> None:
+    if name not in available(engine):
+        there = " for SGLang" if FEATURES[name].status == "available" else ""
         raise FeatureUnavailable(
-            f"feature {name!r} ({FEATURES[name].title}) is not in this version; "
-            f"available: {listing(available('vllm'))}; fix: leave {name!r} out"
+            f"feature {name!r} ({FEATURES[name].title}) is not in this version{there}; "
+            f"available: {listing(available(engine))}; fix: leave {name!r} out"
         )
 
 
@@ -425,7 +429,7 @@ _SECTIONS: dict[str, Callable[[object], Any]] = {
 # --- the command-line option ----------------------------------------------------------------
 
 
-def parse_plugin_option(text: str) -> tuple[str, ...] | None:
+def parse_plugin_option(text: str, engine: str = "vllm") -> tuple[str, ...] | None:
     """Parse the value of ``--plugin``: ``mimo`` or ``mimo:FEATURE[,FEATURE...]``.
 
     Returns:
@@ -440,16 +444,20 @@ def parse_plugin_option(text: str) -> tuple[str, ...] | None:
         raise setting_error(
             "--plugin",
             text,
-            f"{SECTION} or {SECTION}:FEATURE[,FEATURE...] with {listing(available('vllm'))}",
+            f"{SECTION} or {SECTION}:FEATURE[,FEATURE...] with {listing(available(engine))}",
             f"use --plugin {SECTION}",
         )
-    return parse_feature_names(names) if colon else None
+    return parse_feature_names(names, engine) if colon else None
 
 
 def merge_plugin_option(
-    features: tuple[str, ...] | None, section: Mapping[str, Any] | None
+    features: tuple[str, ...] | None,
+    section: Mapping[str, Any] | None,
+    *,
+    engine: str = "vllm",
+    source: str = "--additional-config",
 ) -> dict[str, Any]:
-    """Combine ``--plugin`` with the section given by ``--additional-config``.
+    """Combine ``--plugin`` with the section given by ``source``.
 
     The option says which features, the section gives their settings. Where both name features
     they must agree.
@@ -464,9 +472,9 @@ def merge_plugin_option(
         merged.setdefault("features", AUTO)
         return merged
     there = merged.get("features", AUTO)
-    if there != AUTO and parse_feature_names(there) != features:
+    if there != AUTO and parse_feature_names(there, engine) != features:
         raise ConfigError(
-            f"--plugin names {listing(features)} but {SECTION}.features in --additional-config is "
+            f"--plugin names {listing(features)} but {SECTION}.features in {source} is "
             f"{there!r}; allowed: the same features in both; fix: keep only one of the two"
         )
     merged["features"] = list(features)

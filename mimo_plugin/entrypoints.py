@@ -30,8 +30,46 @@ def register_vllm() -> None:
 
 
 def register_sglang() -> None:
-    """Entry point of the group ``sglang.srt.plugins``: no feature runs on SGLang yet."""
-    logging.getLogger(_SGLANG_LOGGER).debug("mimo-plugin: no feature for SGLang in this version")
+    """Entry point of the group ``sglang.srt.plugins``; runs once in each process.
+
+    Adds the option ``--plugin`` and the reading of ``MIMO_CONFIG``, nothing else.
+    """
+    try:
+        from mimo_plugin.engines.sglang.switch import install
+
+        install()
+    except Exception as error:
+        _refuse_sglang_when_asked(error)
+
+
+def _refuse_sglang_when_asked(error: Exception) -> None:
+    """End a process that asks for the plugin: SGLang would log ``error`` and run stock."""
+    line = " ".join(f"{type(error).__name__}: {error}".split())
+    message = (
+        f"mimo-plugin is installed but could not attach to this SGLang ({line}); "
+        "fix: run `mimo doctor`, or drop the mimo settings"
+    )
+    asked = bool(os.environ.get("MIMO_CONFIG", "").strip()) or _names_the_plugin(sys.argv)
+    if asked and os.environ.get("MIMO_STRICT", "1").strip() != "0":
+        raise SystemExit(f"mimo-plugin: error: {message}")
+    log = logging.getLogger(_SGLANG_LOGGER)
+    log.log(logging.ERROR if asked else logging.WARNING, "%s", message)
+
+
+def _names_the_plugin(arguments: list[str]) -> bool:
+    """Whether a command line holds ``--plugin mimo…``, or a name that only the plugin knows."""
+    for index, argument in enumerate(arguments):
+        option, equals, value = argument.partition("=")
+        if not equals:
+            value = arguments[index + 1] if index + 1 < len(arguments) else ""
+        if option == "--plugin" and value.strip().split(":")[0] == "mimo":
+            return True
+        if (option, value) in (
+            ("--radix-cache-backend", "mimo"),
+            ("--schedule-policy", "mimo-affinity"),
+        ):
+            return True
+    return False
 
 
 def _refuse_when_asked(error: Exception) -> None:

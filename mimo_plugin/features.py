@@ -52,14 +52,20 @@ _TABLE = (
         name="kv",
         title="hybrid KV cache manager and window-safe prefix matcher",
         status="available",
-        engines=("vllm",),
-        seam="scheduler_config.scheduler_cls (factory)",
+        engines=("vllm", "sglang"),
+        seam=(
+            "vLLM: scheduler_config.scheduler_cls (factory); "
+            "SGLang: register_radix_cache_backend, radix_cache_backend"
+        ),
         contracts=(
             "vllm.v1.core.sched.scheduler",
             "vllm.v1.core.kv_cache_manager",
             "vllm.v1.core.kv_cache_coordinator",
             "vllm.v1.core.single_type_kv_cache_manager",
             "vllm.v1.core.block_pool",
+            "sglang.srt.mem_cache.registry",
+            "sglang.srt.mem_cache.unified_radix_cache",
+            "sglang.srt.mem_cache.unified_cache.components.swa",
         ),
         default=True,
         replaced_by="retention policy and eviction order selectable in vLLM's KVCacheManager",
@@ -69,15 +75,20 @@ _TABLE = (
         name="scheduler",
         title="cache-affine waiting queue with lanes for long prefills",
         status="available",
-        engines=("vllm",),
-        seam="scheduler_config.scheduler_cls (factory), Scheduler.waiting",
+        engines=("vllm", "sglang"),
+        seam=(
+            "vLLM: scheduler_config.scheduler_cls (factory), Scheduler.waiting; "
+            "SGLang: schedule_policy, SchedulePolicy, PrefillAdder"
+        ),
         contracts=(
             "vllm.v1.core.sched.scheduler",
             "vllm.v1.core.sched.request_queue",
             "vllm.v1.core.block_pool",
+            "sglang.srt.managers.schedule_policy",
+            "sglang.srt.managers.scheduler",
         ),
         default=True,
-        replaced_by="a scheduling policy selectable beside fcfs and priority in vLLM",
+        replaced_by="a registry of scheduling policies in the engines",
     ),
     Feature(
         name="mtp",

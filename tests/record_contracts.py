@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write ``contracts.lock.json``: what each given vLLM source tree holds for the contract table.
+"""Write ``contracts.lock.json``: what each given source tree holds for its contract table.
 
-Run after a change of the table, with every tested version's package directory:
-``python tests/record_contracts.py PACKAGE_DIR [PACKAGE_DIR ...]``.
+Run after a change of a table, with every tested version's package directory:
+``python tests/record_contracts.py PACKAGE_DIR [PACKAGE_DIR ...]``. A directory called ``sglang`` is
+compared with SGLang's table and recorded in ``contracts_sglang.lock.json``.
 Versions that are not given keep what was recorded before.
 """
 
@@ -14,23 +15,30 @@ from pathlib import Path
 
 from mimo_plugin import contracts
 
-LOCK = Path(__file__).with_name("contracts.lock.json")
+LOCKS = {
+    "vllm": Path(__file__).with_name("contracts.lock.json"),
+    "sglang": Path(__file__).with_name("contracts_sglang.lock.json"),
+}
+TABLES = {"vllm": contracts.VLLM_CONTRACTS, "sglang": contracts.SGLANG_CONTRACTS}
+CHECKS = {"vllm": contracts.check_vllm, "sglang": contracts.check_sglang}
 
 
 def main(roots: list[Path]) -> int:
     """Record ``roots``; 1 when one of them breaks a contract."""
-    lock = json.loads(LOCK.read_text(encoding="utf-8")) if LOCK.is_file() else {}
     status = 0
     for root in roots:
+        engine = "sglang" if root.name == "sglang" else "vllm"
+        path = LOCKS[engine]
+        lock = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         version = contracts.source_version(root)
         if version is None:
-            print(f"{root}: expected a vLLM package directory with _version.py", file=sys.stderr)
+            print(f"{root}: expected a package directory with _version.py", file=sys.stderr)
             return 2
-        for problem in contracts.check_vllm(root):
+        for problem in CHECKS[engine](root):
             print(f"{version}: {problem}", file=sys.stderr)
             status = 1
-        lock[version] = contracts.record(root)
-    LOCK.write_text(_one_line_a_symbol(lock), encoding="utf-8")
+        lock[version] = contracts.record(root, TABLES[engine])
+        path.write_text(_one_line_a_symbol(lock), encoding="utf-8")
     return status
 
 

@@ -88,10 +88,12 @@ def test_rows_are_unique_and_explained() -> None:
 
 
 def test_every_module_that_a_feature_names_has_rows() -> None:
-    covered = {f"vllm.{row.module}" for row in contracts.VLLM_CONTRACTS}
+    rows = (*contracts.VLLM_CONTRACTS, *contracts.SGLANG_CONTRACTS)
+    covered = {f"{row.package}.{row.module}" for row in rows}
     for feature in FEATURES.values():
-        if "vllm" in feature.engines:
-            assert set(feature.contracts) <= covered, feature.name
+        assert set(feature.contracts) <= covered, feature.name
+        named = {name.partition(".")[0] for name in feature.contracts}
+        assert named == set(feature.engines), feature.name
 
 
 # ----------------------------------------------------------------- what our code uses is covered

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tools import environment, setup_sglang
 from tools import setup_vllm as setup
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,7 +40,7 @@ class FakeEnvironment(setup.Environment):
     def pip(self, what, *arguments):
         self.calls.append(arguments)
         if self.fails:
-            raise setup.SetupError("no network")
+            raise environment.SetupError("no network")
         if arguments[0] == "uninstall":
             self.present.discard(arguments[-1])
 
@@ -66,41 +67,52 @@ def cpu(tmp_path, **changes):
     return setup.Installed(**{**values, **changes})
 
 
-def test_set_up_uses_the_standard_library_only():
-    tree = ast.parse((ROOT / "tools" / "setup_vllm.py").read_text())
+@pytest.mark.parametrize("module", ["environment", "setup_vllm", "setup_sglang"])
+def test_set_up_uses_the_standard_library_only(module):
+    tree = ast.parse((ROOT / "tools" / f"{module}.py").read_text())
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             names.add(node.module.split(".")[0])
-    assert names <= set(sys.stdlib_module_names)
+    assert names <= {"tools", *sys.stdlib_module_names}
 
 
 def test_stamp_matches_only_its_key_and_a_living_environment(venv):
-    assert not setup.stamp_matches(venv, "k")
-    setup.write_stamp(venv, "k", cpu(venv))
-    assert setup.stamp_matches(venv, "k")
-    assert not setup.stamp_matches(venv, "other")
+    assert not environment.stamp_matches(venv, "k", "vllm")
+    environment.write_stamp(venv, "k", {"engine": "vllm"})
+    assert environment.stamp_matches(venv, "k", "vllm")
+    assert not environment.stamp_matches(venv, "other", "vllm")
+    assert not environment.stamp_matches(venv, "k", "sglang")
     (venv / "bin" / "vllm").unlink()
-    assert not setup.stamp_matches(venv, "k")
+    assert not environment.stamp_matches(venv, "k", "vllm")
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '"k"'])
 def test_a_damaged_stamp_is_no_stamp(venv, content):
-    (venv / setup.STAMP_NAME).write_text(content)
-    assert not setup.stamp_matches(venv, "k")
+    (venv / environment.STAMP_NAME).write_text(content)
+    assert not environment.stamp_matches(venv, "k", "vllm")
 
 
-def test_key_follows_pins_and_project(tmp_path):
+@pytest.mark.parametrize("module", [setup, setup_sglang])
+def test_key_follows_kind_and_project(module):
+    key = module.content_key("cpu", True)
+    assert key == module.content_key("cpu", True)
+    assert key != module.content_key("gpu", True)
+    assert key != module.content_key("cpu", False)
+
+
+def test_key_follows_pins_and_the_project_s_file(tmp_path):
     project = tmp_path / "pyproject.toml"
-    project.write_text("a")
-    key = setup.content_key("cpu", project, True)
-    assert key == setup.content_key("cpu", project, True)
-    assert key != setup.content_key("gpu", project, True)
-    assert key != setup.content_key("cpu", project, False)
-    project.write_text("b")
-    assert key != setup.content_key("cpu", project, True)
+    keys = {
+        environment.key_of(["pin"], True, project),
+        environment.key_of(["other"], True, project),
+    }
+    for content in ("a", "b"):
+        project.write_text(content)
+        keys.add(environment.key_of(["pin"], True, project))
+    assert len(keys) == 4
 
 
 def test_an_installed_engine_is_kept(tmp_path):
@@ -160,11 +172,11 @@ def test_an_unknown_torch_or_no_network_leaves_text_models(tmp_path, capsys):
 
 
 def test_shim_is_written_once_and_loaded_by_every_process(tmp_path):
-    setup.write_shim(tmp_path)
+    environment.write_shim(tmp_path)
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {f"{setup.SHIM_MODULE}.py", f"{setup.SHIM_MODULE}.pth"}
+    assert names == {f"{environment.SHIM_MODULE}.py", f"{environment.SHIM_MODULE}.pth"}
     before = [path.stat().st_mtime_ns for path in sorted(tmp_path.iterdir())]
-    setup.write_shim(tmp_path)
+    environment.write_shim(tmp_path)
     assert [path.stat().st_mtime_ns for path in sorted(tmp_path.iterdir())] == before
     code = (
         "import site, sys; site.addsitedir(sys.argv[1])\n"
@@ -178,7 +190,7 @@ def test_shim_is_written_once_and_loaded_by_every_process(tmp_path):
 def test_shim_declares_the_operators_when_torchvision_is_looked_for(tmp_path):
     """Schemas of torchvision's sources (csrc/ops/nms.cpp); declared before, they are kept."""
     pytest.importorskip("torch")
-    setup.write_shim(tmp_path)
+    environment.write_shim(tmp_path)
     (tmp_path / "torchvision.py").write_text(
         "import torch\n"
         "found = [torch.ops.torchvision.nms, torch.ops.torchvision.qnms]\n"
@@ -187,7 +199,7 @@ def test_shim_declares_the_operators_when_torchvision_is_looked_for(tmp_path):
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "sys.meta_path = [f for f in sys.meta_path if type(f).__name__ != 'Declarer']\n"
-        f"import runpy; runpy.run_path(sys.argv[1] + '/{setup.SHIM_MODULE}.py')\n"
+        f"import runpy; runpy.run_path(sys.argv[1] + '/{environment.SHIM_MODULE}.py')\n"
         "import torchvision\n"
         "assert len(torchvision.found) == 2, torchvision.found\n"
     )
@@ -225,19 +237,60 @@ def test_alias_is_not_for_the_normal_build(tmp_path):
 def test_a_failed_step_names_log_and_last_lines(tmp_path):
     env = setup.Environment(tmp_path)
     code = "print('the reason'); raise SystemExit(7)"
-    with pytest.raises(setup.SetupError, match="(?s)step failed with exit status 7.*the reason"):
+    with pytest.raises(
+        environment.SetupError, match="(?s)step failed with exit status 7.*the reason"
+    ):
         env.run("step", [sys.executable, "-c", code])
     assert "the reason" in env.log.read_text()
 
 
-def test_check_changes_nothing(tmp_path):
-    target = tmp_path / "none"
-    command = [sys.executable, str(ROOT / "tools" / "setup_vllm.py"), "--check", "--engine=cpu"]
+@pytest.mark.parametrize(
+    ("module", "target"), [("setup_vllm", "setup"), ("setup_sglang", "setup-sglang")]
+)
+def test_check_changes_nothing(tmp_path, module, target):
+    venv = tmp_path / "none"
+    command = [sys.executable, "-m", f"tools.{module}", "--check", "--engine=cpu"]
     done = subprocess.run(
-        [*command, f"--venv={target}"], capture_output=True, text=True, check=False
+        [*command, f"--venv={venv}"], capture_output=True, text=True, check=False, cwd=ROOT
     )
-    assert done.returncode == 1 and "make setup" in done.stdout
-    assert not target.exists()
+    assert done.returncode == 1 and done.stdout.strip().endswith(f"make {target}")
+    assert not venv.exists()
+
+
+class FakeSglang(environment.Environment):
+    """Answers probes as given, and records what pip was asked for."""
+
+    def __init__(self, venv, *answers):
+        super().__init__(venv)
+        self.answers, self.calls = list(answers), []
+        (venv / "lib" / "python3.11" / "site-packages").mkdir(parents=True, exist_ok=True)
+
+    def pip(self, what, *arguments):
+        self.calls.append(arguments)
+
+    def probe_code(self, code, timeout_s=300.0):
+        return self.answers.pop(0)
+
+
+def test_sglang_comes_without_its_requirements_where_there_is_no_gpu(tmp_path):
+    env = FakeSglang(tmp_path, "absent", None)
+    setup_sglang.ensure_engine(env, "cpu")
+    torch, bare, needs = env.calls
+    assert torch[2:] == setup_sglang.TORCH_PINS
+    assert "--no-deps" in bare and setup_sglang.ENGINE_PIN in bare
+    assert "--no-deps" not in needs and not [name for name in needs if name.startswith("torch")]
+    assert (setup_sglang.purelib_of(env) / f"{environment.SHIM_MODULE}.pth").exists()
+    env = FakeSglang(tmp_path, "absent", None)
+    setup_sglang.ensure_engine(env, "gpu")
+    assert env.calls == [("install", setup_sglang.ENGINE_PIN)]
+
+
+def test_an_installed_sglang_is_kept_and_one_that_does_not_import_is_an_error(tmp_path):
+    env = FakeSglang(tmp_path, None, None)
+    setup_sglang.ensure_engine(env, "cpu")
+    assert env.calls == []
+    with pytest.raises(environment.SetupError, match=r"does not import: no torch.*remove"):
+        setup_sglang.ensure_engine(FakeSglang(tmp_path, None, "broken", "no torch"), "cpu")
 
 
 def test_probe_ignores_our_own_alias(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 
 import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -64,18 +65,29 @@ def test_a_tier_without_its_paths_fails(tmp_path):
     assert "none of nowhere exists" in result.problem
 
 
+def test_a_tier_without_its_environment_fails(tmp_path):
+    """SGLang's tests are never left out in silence."""
+    (tmp_path / "test_one.py").write_text("def test_one(): pass\n")
+    tier = tiers.Tier("sglang", ("test_*.py",), python=tmp_path / "venv" / "bin" / "python")
+    result = tiers.run_tier(tier, tmp_path, tmp_path)
+    assert result.passed == 0 and "make setup-all" in result.problem
+
+
 def test_files_run_side_by_side_where_no_engine_runs(tmp_path):
-    for tier in tiers.TIERS:
+    assert {tier.name for tier in tiers.TIERS if not tier.parallel} == {"engine", "sglang"}
+    for tier in tiers.TIERS[:3]:
         side_by_side = any("numprocesses" in part for part in tier.command(ROOT, tmp_path, ()))
-        assert side_by_side is (tier.name != "engine")
+        assert side_by_side is tier.parallel
 
 
 def test_every_test_file_belongs_to_one_tier():
-    unit, contracts, engine = tiers.TIERS
+    unit, contracts, engine, sglang = tiers.TIERS
     assert unit.ignored == contracts.paths
+    assert engine.ignored == sglang.paths and sglang.python == tiers.SGLANG_PYTHON
     for path in (*unit.paths, *engine.paths):
         assert (ROOT / path).is_dir()
-    assert any((ROOT / path).exists() for path in contracts.paths)
+    for tier in (contracts, sglang):
+        assert any(list(ROOT.glob(path)) for path in tier.paths)
 
 
 def test_the_last_line_counts_tests_in_plain_form():
@@ -95,5 +107,21 @@ def test_ci_runs_make_test_and_make_runs_the_tiers():
     assert re.search(r"^exec make test$", script.read_text(), re.MULTILINE)
     makefile = (ROOT / "Makefile").read_text()
     assert re.search(
-        r"^test: \$\(READY\)\n\t@\$\(PYTHON\) -m tools\.tiers ", makefile, re.MULTILINE
+        r"^test: \$\(TEST_READY\)\n\t@\$\(PYTHON\) -m tools\.tiers ", makefile, re.MULTILINE
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "both"),
+    [((), True), (("TIER=sglang",), True), (("TIER=unit",), False), (("PY=/x",), True)],
+)
+def test_make_test_sets_up_what_its_tiers_need(options, both):
+    done = subprocess.run(
+        ["make", "--dry-run", "test", *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ("tools.setup_sglang" in done.stdout) is both
+    assert ("tools.setup_vllm" in done.stdout) is ("PY=/x" not in options)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start, watch and stop one real ``vllm serve`` process on a free loopback port.
+"""Start, watch and stop one real engine, served as users serve it, on a free loopback port.
 
     with VllmServer(model, arguments=["--plugin", "mimo:kv"], log=Path("server.log")) as server:
         answer = server.post("/v1/completions", {"prompt": "Hello", "max_tokens": 4})
@@ -27,7 +27,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 READY_TIMEOUT_S = 300.0
 STOP_GRACE_S = 20.0
@@ -38,6 +41,18 @@ CPU_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
 }
 """Settings that let several engines share the cores of one machine; the user's own values win."""
+SGLANG_CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+"""The same for SGLang on its reference platform, which has no compiler either."""
+SGLANG_CPU_ARGUMENTS = (
+    "--device=cpu",
+    "--attention-backend=torch_sink",
+    "--mem-fraction-static=0.3",
+    "--sampling-backend=pytorch",
+    "--disable-cuda-graph",
+    "--disable-overlap-schedule",
+    "--watchdog-timeout=3000",
+)
+"""What ``sglang serve`` needs on the reference platform of ``integration_tests/sglang_cpu``."""
 
 
 class ServerError(Exception):
@@ -55,12 +70,23 @@ def is_cpu_build() -> bool:
     return False
 
 
+def has_reference_platform() -> bool:
+    """Whether SGLang runs on the reference platform here."""
+    try:
+        metadata.version("mimo-sglang-cpu")
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
 def engine_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Environment of an engine process: this process's own, offline, with ``extra`` on top."""
     environment = dict(os.environ)
     defaults = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
     if is_cpu_build():
         defaults.update(CPU_ENVIRONMENT)
+    if has_reference_platform():
+        defaults.update(SGLANG_CPU_ENVIRONMENT)
     for name, value in defaults.items():
         environment.setdefault(name, value)
     environment.update(extra or {})
@@ -83,8 +109,13 @@ def vllm_command() -> list[str]:
     return [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 
 
-class VllmServer:
-    """One ``vllm serve`` process. Use it as a context manager, or ``start`` and ``stop`` it."""
+def sglang_command() -> list[str]:
+    """The ``sglang`` command of this interpreter's environment."""
+    return [str(Path(sys.executable).parent / "sglang")]
+
+
+class EngineServer:
+    """One server process. Use it as a context manager, or ``start`` and ``stop`` it."""
 
     def __init__(
         self,
@@ -94,18 +125,16 @@ class VllmServer:
         environment: Mapping[str, str] | None = None,
         log: Path,
         ready_timeout_s: float = READY_TIMEOUT_S,
-        name: str = "vllm",
+        name: str = "",
     ) -> None:
         self.model = str(model)
-        self.name = name
+        self.name = name or type(self).__name__
         self.log = log
         self.port = free_port()
         self.ready_timeout_s = ready_timeout_s
         self.start_up_s = 0.0
         self.command = [
-            *vllm_command(),
-            "serve",
-            self.model,
+            *self._serve(),
             "--host=127.0.0.1",
             f"--port={self.port}",
             *arguments,
@@ -114,7 +143,11 @@ class VllmServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._lifeline: int | None = None
 
-    def __enter__(self) -> VllmServer:
+    def _serve(self) -> list[str]:
+        """The command up to and including the model."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
         return self.start()
 
     def __exit__(self, *exception: object) -> None:
@@ -130,7 +163,7 @@ class VllmServer:
         """Root of the server's HTTP API."""
         return f"http://127.0.0.1:{self.port}"
 
-    def start(self) -> VllmServer:
+    def start(self) -> Self:
         """Start the process and wait until it answers.
 
         Raises ServerError when it exits first or is not ready within ``ready_timeout_s``.
@@ -275,6 +308,21 @@ class VllmServer:
             if all(found.get(key) == wanted for key, wanted in labels.items())
         ]
         return sum(values) if values else None
+
+
+class VllmServer(EngineServer):
+    """One ``vllm serve`` process."""
+
+    def _serve(self) -> list[str]:
+        return [*vllm_command(), "serve", self.model]
+
+
+class SglangServer(EngineServer):
+    """One ``sglang serve`` process; on the reference platform with the options that it needs."""
+
+    def _serve(self) -> list[str]:
+        needed = SGLANG_CPU_ARGUMENTS if has_reference_platform() else ()
+        return [*sglang_command(), "serve", "--model-path", self.model, *needed]
 
 
 def kill_group(group: int) -> None:

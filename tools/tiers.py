@@ -7,7 +7,8 @@
 lint        ruff, ruff format, typos, mypy (strict)
 unit        tests/, without what the next tier holds; no engine process
 contracts   upstream contracts, patch queue, packaging
-engine      integration_tests/: real engines, on the CPU unless a GPU is there
+engine      integration_tests/: the real vLLM, on the CPU unless a GPU is there
+sglang      integration_tests/: the real SGLang, in its own environment .venv-sglang
 
 Every tier is a pytest call of its own (but lint), with its closing lines visible. A tier in which
 no test passed fails, because a check that silently ran nothing is worse than one that failed.
@@ -28,6 +29,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+SGLANG_PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
+"""The requirements of the engines exclude each other, so SGLang's tests have a Python of their own.
+"""
 CONTRACT_PATHS = (
     "tests/contracts",
     "tests/patches",
@@ -49,31 +53,47 @@ def workers() -> int:
 
 @dataclass(frozen=True)
 class Tier:
-    """One pytest call: what to collect, what to leave out, its time limit in seconds, and whether
-    its test files may run side by side."""
+    """One pytest call: what to collect, what to leave out, its time limit in seconds, whether its
+    test files may run side by side, and whose Python runs it (None: the one of this process).
+
+    Paths may be patterns.
+    """
 
     name: str
     paths: tuple[str, ...]
     ignored: tuple[str, ...] = ()
     limit_s: float = 900.0
     parallel: bool = False
+    python: Path | None = None
 
     def command(self, root: Path, report: Path, extra: Sequence[str]) -> list[str]:
         """The pytest command line, run in ``root``; results are also written to ``report``."""
-        paths = [path for path in self.paths if (root / path).exists()]
-        ignored = [f"--ignore={path}" for path in self.ignored if (root / path).exists()]
+        paths = _found(root, self.paths)
+        ignored = [f"--ignore={path}" for path in _found(root, self.ignored)]
+        python = sys.executable if self.python is None else str(self.python)
+        if not Path(python).exists():
+            raise FileNotFoundError(f"tier {self.name}: there is no {python}; run `make setup-all`")
         if not paths:
             raise FileNotFoundError(f"tier {self.name}: none of {', '.join(self.paths)} exists")
         options = [f"--junitxml={report}", "-o", "junit_family=xunit2", "-q", "--durations=8"]
         if self.parallel:
             options += [f"--numprocesses={workers()}", "--dist=loadfile"]
-        return [sys.executable, "-m", "pytest", *options, *ignored, *paths, *extra]
+        return [python, "-m", "pytest", *options, *ignored, *paths, *extra]
 
+
+def _found(root: Path, patterns: Sequence[str]) -> list[str]:
+    """What is there of ``patterns``, relative to ``root``."""
+    paths = [path for pattern in patterns for path in sorted(root.glob(pattern))]
+    return [str(path.relative_to(root)) for path in paths]
+
+
+_SGLANG_TESTS = "integration_tests/test_sglang_*.py"
 
 TIERS = (
     Tier("unit", ("tests",), CONTRACT_PATHS, 900.0, parallel=True),
     Tier("contracts", CONTRACT_PATHS, (), 900.0, parallel=True),
-    Tier("engine", ("integration_tests",), (), 2400.0),
+    Tier("engine", ("integration_tests",), (_SGLANG_TESTS,), 2400.0),
+    Tier("sglang", (_SGLANG_TESTS,), (), 1200.0, python=SGLANG_PYTHON),
 )
 
 

@@ -94,6 +94,9 @@ class TinyMiMo:
     max_position_embeddings: int = 131072
     attention_gain: float = 2.0
     """Standard deviation of attention logits and values, relative to a unit-variance input."""
+    own_config: bool = False
+    """Ship a configuration class with the checkpoint, as the published one does. SGLang needs it:
+    the class of transformers nests the rope settings where SGLang's model looks for plain ones."""
 
     def __post_init__(self) -> None:
         """Refuse sizes that no engine could load, each with one clear line."""
@@ -146,9 +149,29 @@ class TinyMiMo:
         return self.head_dim if self.v_head_dim is None else self.v_head_dim
 
 
+CONFIG_MODULE = "configuration_mimo_v2_flash"
+CONFIG_SOURCE = '''"""Configuration of the checkpoint: every value under its own name."""
+
+from transformers import PretrainedConfig
+
+
+class MiMoV2FlashConfig(PretrainedConfig):
+    model_type = "mimo_v2_flash"
+    keys_to_ignore_at_inference = ["past_key_values"]
+
+    def __init__(self, rope_theta=5000000.0, rope_scaling=None, **values):
+        super().__init__(**values)
+        self.rope_theta = rope_theta
+        self.rope_scaling = rope_scaling
+'''
+"""What ``own_config`` writes beside the weights."""
+
+
 def config_json(size: TinyMiMo) -> dict[str, Any]:
     """The checkpoint's ``config.json`` in the notation of the published MiMo-V2-Flash."""
+    own = {"auto_map": {"AutoConfig": f"{CONFIG_MODULE}.MiMoV2FlashConfig"}}
     return {
+        **(own if size.own_config else {}),
         "architectures": ["MiMoV2FlashForCausalLM"],
         "model_type": "mimo_v2_flash",
         "vocab_size": size.vocab_size,
@@ -253,6 +276,8 @@ def write_configs(size: TinyMiMo, out: Path) -> None:
         },
     )
     write_json(out / "config.json", config_json(size))
+    if size.own_config:
+        (out / f"{CONFIG_MODULE}.py").write_text(CONFIG_SOURCE)
     write_json(
         out / "generation_config.json",
         {
@@ -370,9 +395,12 @@ def maker(description: str, sizes: Any = None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("out", type=Path, help="directory to write")
     for field in dataclasses.fields(sizes) if sizes else ():
+        option = "--" + field.name.replace("_", "-")
+        if str(field.type) == "bool":
+            parser.add_argument(option, action="store_true")
+            continue
         kind = {"str": str, "float": float}.get(str(field.type), int)
         choices = DTYPES if field.name == "dtype" else None
-        option = "--" + field.name.replace("_", "-")
         parser.add_argument(option, type=kind, default=field.default, choices=choices)
     return parser
 

@@ -15,7 +15,7 @@ from mimo_plugin.contracts import check_vllm, find_package, source_version
 from mimo_plugin.engines.vllm.version import SUPPORTED_TEXT, is_supported
 from mimo_plugin.errors import nearest
 
-KNOWN_VARIABLES = ("MIMO_STRICT", "MIMO_CONFIG", "MIMO_VLLM_SOURCES")
+KNOWN_VARIABLES = ("MIMO_STRICT", "MIMO_CONFIG", "MIMO_VLLM_SOURCES", "MIMO_SGLANG_SOURCES")
 
 _TORCH_FAMILY = ("torchvision", "torchaudio", "torchcodec")
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the plugin relies on in the engine: symbols, fields, call signatures.
 
-``VLLM_CONTRACTS`` is data, one row per upstream symbol.  ``check_vllm`` compares it with source
-files by ``ast``; it imports nothing of the engine and takes about 0.2 s.  ``record`` writes down
-what was found, so that a version whose source is not at hand can still be checked against every
-change of the table.
+``VLLM_CONTRACTS`` and ``SGLANG_CONTRACTS`` are data, one row per upstream symbol.  ``check_vllm``
+and ``check_sglang`` compare them with source files by ``ast``; nothing of an engine is imported,
+and it takes about 0.2 s.  ``record`` writes down what was found, so that a version whose source is
+not at hand can still be checked against every change of the table.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mimo_plugin.contracts.row import Contract
+from mimo_plugin.contracts.sglang import SGLANG_CONTRACTS
 from mimo_plugin.contracts.source import SourceTree, SymbolFacts
 from mimo_plugin.contracts.vllm import VLLM_CONTRACTS
 
@@ -54,24 +55,39 @@ def check_vllm(
         One line for each broken contract: symbol, what is expected, what was found, which feature
         is affected.  Empty when all hold.
     """
-    root = package_root if package_root is not None else find_package("vllm")
+    return _check("vllm", "vLLM", package_root, select(features))
+
+
+def check_sglang(
+    package_root: Path | None = None, features: Iterable[str] | None = None
+) -> list[str]:
+    """Like ``check_vllm``, for the package ``sglang``."""
+    return _check("sglang", "SGLang", package_root, select(features, SGLANG_CONTRACTS))
+
+
+def _check(
+    package: str, title: str, package_root: Path | None, rows: Iterable[Contract]
+) -> list[str]:
+    root = package_root if package_root is not None else find_package(package)
     if root is None:
-        return ["vllm: expected an importable package, found none; fix: install vLLM"]
+        return [f"{package}: expected an importable package, found none; fix: install {title}"]
     if not (root / "__init__.py").is_file():
-        return [f"vllm: expected a package directory, found {root} without __init__.py"]
-    tree = SourceTree(root, "vllm")
+        return [f"{package}: expected a package directory, found {root} without __init__.py"]
+    tree = SourceTree(root, package)
     problems: list[str] = []
-    for contract in select(features):
+    for contract in rows:
         problems += contract.problems(observe(tree, contract))
     return problems
 
 
-def select(features: Iterable[str] | None) -> list[Contract]:
-    """Rows that one of ``features`` needs (None: all)."""
+def select(
+    features: Iterable[str] | None, table: tuple[Contract, ...] = VLLM_CONTRACTS
+) -> list[Contract]:
+    """Rows of ``table`` that one of ``features`` needs (None: all)."""
     if features is None:
-        return list(VLLM_CONTRACTS)
+        return list(table)
     wanted = set(features)
-    return [row for row in VLLM_CONTRACTS if not row.features or wanted & set(row.features)]
+    return [row for row in table if not row.features or wanted & set(row.features)]
 
 
 def observe(tree: SourceTree, contract: Contract) -> SymbolFacts | None:
@@ -84,11 +100,13 @@ def observe(tree: SourceTree, contract: Contract) -> SymbolFacts | None:
     return tree.lookup(contract.module, contract.name)
 
 
-def record(package_root: Path) -> dict[str, dict[str, Any]]:
+def record(
+    package_root: Path, table: tuple[Contract, ...] = VLLM_CONTRACTS
+) -> dict[str, dict[str, Any]]:
     """What a source tree holds for every row, reduced to what the rows look at; JSON-able."""
-    tree = SourceTree(package_root, "vllm")
+    tree = SourceTree(package_root, table[0].package)
     found: dict[str, dict[str, Any]] = {}
-    for contract in VLLM_CONTRACTS:
+    for contract in table:
         facts = observe(tree, contract)
         if facts is None:
             continue
@@ -114,10 +132,12 @@ def record(package_root: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def check_recorded(recorded: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def check_recorded(
+    recorded: Mapping[str, Mapping[str, Any]], table: tuple[Contract, ...] = VLLM_CONTRACTS
+) -> list[str]:
     """Like ``check_vllm``, against what ``record`` wrote down."""
     problems: list[str] = []
-    for contract in VLLM_CONTRACTS:
+    for contract in table:
         entry = recorded.get(contract.key)
         facts = None
         if entry is not None:

@@ -13,7 +13,8 @@ class Contract:
     """One upstream symbol and what must hold for it.
 
     Attributes:
-        module: dotted module below the package ``vllm``.
+        module: dotted module below the package.
+        package: the engine's package.
         name: qualified name in the module; a bare name may also be an import there, when
             ``importable`` says so (names that the plugin replaces in that module).
         params: parameters that must exist.
@@ -34,6 +35,7 @@ class Contract:
     """
 
     module: str
+    package: str = "vllm"
     name: str = ""
     params: tuple[str, ...] = ()
     positional: tuple[str, ...] = ()
@@ -56,7 +58,7 @@ class Contract:
     @property
     def symbol(self) -> str:
         """The symbol as a user would import it."""
-        return f"vllm.{self.module}.{self.name or '*.' + self.attribute_use}"
+        return f"{self.package}.{self.module}.{self.name or '*.' + self.attribute_use}"
 
     def problems(self, facts: SymbolFacts | None) -> list[str]:
         """One line for everything in which ``facts`` differ from the row."""

@@ -98,7 +98,9 @@ class SourceTree:
             names = {}
             for node in _statements(tree.body if tree else []):
                 for name in _bound_names(node):
-                    names[name] = node
+                    # A class that is wrapped afterwards (`C = decorate(C)`) keeps its methods.
+                    if not (isinstance(node, ast.Assign) and _is_class(names.get(name))):
+                        names[name] = node
             self._names[module] = names
         return names
 
@@ -225,6 +227,10 @@ def _class_members(cls: ast.ClassDef) -> set[str]:
 
 def _decorators(node: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
     return {ast.unparse(decorator).rpartition(".")[2] for decorator in node.decorator_list}
+
+
+def _is_class(node: ast.stmt | None) -> bool:
+    return isinstance(node, ast.ClassDef)
 
 
 def _last_definition(cls: ast.ClassDef, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:

@@ -289,7 +289,7 @@ def test_kv_and_scheduler_share_one_payload(base):
 
 def test_a_merged_payload_reaches_prometheus():
     prometheus = pytest.importorskip("prometheus_client")
-    from mimo_plugin.engines.vllm.metrics import PrometheusSink
+    from mimo_plugin.engines.prometheus import PrometheusSink
 
     engine = Engine(sched_settings(), geometry=HYBRID, kv=KV)
     engine.submit(unique(1, 200), 2)

@@ -126,7 +126,7 @@ class EncoderCacheProm(ECConnectorPromMetrics):  # type: ignore[misc]
 
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         model_name = str(next(iter(per_engine_labelvalues.values()))[0])
-        self._sink = PrometheusSink(model_name, list(per_engine_labelvalues), _SPECS)
+        self._sink = PrometheusSink(model_name, list(per_engine_labelvalues), specs=_SPECS)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add what one engine's cache did."""

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The affinity order in a real SGLang: same tokens as stock, and a burst shares what it can."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from integration_tests.side_by_side import start_all
+from integration_tests.test_sglang_stock import generate, logprobs, prompt
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+ARGUMENTS = ("--max-total-tokens=8192", "--chunked-prefill-size=2048", "--max-running-requests=32")
+GROUPS, MEMBERS = 5, 5
+SHARED_TOKENS, OWN_TOKENS = 200, 20
+
+
+@pytest.fixture(scope="module")
+def servers(serve_sglang, tiny_model_factory):
+    model = tiny_model_factory(own_config=True, v_head_dim=24, window_tokens=128)
+    return start_all(
+        {
+            "stock": lambda: serve_sglang(model, *ARGUMENTS),
+            "plugin": lambda: serve_sglang(model, *ARGUMENTS, plugin="mimo"),
+        }
+    )
+
+
+def burst():
+    """Prompts of several groups, each with a prefix that its members share, in mixed order."""
+    prompts = [
+        prompt(group, SHARED_TOKENS) + prompt(1000 + group * 50 + member, OWN_TOKENS)
+        for group in range(GROUPS)
+        for member in range(MEMBERS)
+    ]
+    random.Random(5).shuffle(prompts)
+    return prompts
+
+
+def at_once(server, prompts):
+    """All prompts while a long one keeps the server busy, so that they wait together."""
+    with ThreadPoolExecutor(len(prompts) + 1) as pool:
+        first = pool.submit(generate, server, prompt(77, 1900), 2)
+        answers = list(pool.map(lambda ids: generate(server, ids), prompts))
+        first.result()
+    return answers
+
+
+def cached(answers):
+    return sum(answer["meta_info"]["cached_tokens"] for answer in answers)
+
+
+def test_a_burst_gives_the_same_tokens_and_shares_its_prefixes(servers):
+    prompts = burst()
+    stock, mine = (at_once(servers[name], prompts) for name in ("stock", "plugin"))
+    for theirs, ours in zip(stock, mine, strict=True):
+        assert ours["output_ids"] == theirs["output_ids"]
+        assert logprobs(ours) == pytest.approx(logprobs(theirs), abs=1e-4)
+    print("cached tokens, stock and plugin:", cached(stock), cached(mine))
+    # The first of each group computes the prefix, in whole pages; the others wait for it.
+    assert cached(mine) >= GROUPS * (MEMBERS - 1) * (SHARED_TOKENS // 16 * 16)
+    assert cached(stock) < cached(mine) / 2
+
+
+def test_the_log_says_what_is_active(servers):
+    log = servers["plugin"].log_text()
+    assert "process=scheduler | features=kv,scheduler" in log
+    assert "mimo scheduler: mode cost, longest wait 300 s" in log
+    assert "mimo scheduler" not in servers["stock"].log_text()
+
+
+def test_requests_that_leave_are_forgotten(servers):
+    """After the burst the server serves on, and its own checks find nothing wrong."""
+    server = servers["plugin"]
+    generate(server, prompt(5, 300))
+    assert server.alive()
+    assert "leak" not in server.log_text().lower()

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pages of KV as files of a directory, which any number of processes may share.
+
+A page is written to a file beside its place and then renamed, so that a reader finds a whole page
+or none. Each file begins with its length and a checksum: a page that was cut off by a crash of the
+machine, or damaged, is a miss, and goes. The age of a page is the time of its file, which every use
+renews. When the pages take more than the store may hold, the process that finds out removes the
+oldest; others go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import struct
+import threading
+import time
+import uuid
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from mimo_plugin.errors import MimoError, setting_error
+from mimo_plugin.tiers.store import Parts, StoreStats
+
+logger = logging.getLogger("mimo_plugin.tiers")
+
+_HEADER = struct.Struct("<8sQI12x")
+_MAGIC = b"MIMOKV01"
+HEADER_BYTES = _HEADER.size
+SHARDS = 256
+"""Folders over which the files spread."""
+
+EVICT_TO = 0.9
+"""Evicting goes on down to this part of the capacity, so that it is seldom needed."""
+
+RECOUNT_PART = 0.01
+"""The directory is counted again when this part of the capacity was written since."""
+
+_SUFFIX, _PART_SUFFIX = ".page", ".part"
+_MAX_RUNS = min(os.sysconf("SC_IOV_MAX"), 1024)
+_STALE_PART_S = 3600.0
+
+
+class StoreError(MimoError):
+    """A store that can't be opened; one line that says why."""
+
+
+class FileStore:
+    """See the module.
+
+    Args:
+        folder: made when it is not there. All who share it must agree on what a key stands for.
+        capacity_bytes: of all pages in it, > 0.
+        verify: check what is read against its checksum.
+
+    Raises:
+        ConfigError: ``capacity_bytes`` is out of range.
+        StoreError: the folder can't be written to.
+    """
+
+    def __init__(self, folder: Path, *, capacity_bytes: int, verify: bool = True) -> None:
+        if capacity_bytes < 1:
+            raise setting_error("capacity_bytes", capacity_bytes, "above 0", "change it")
+        self.folder = folder
+        self.capacity_bytes = capacity_bytes
+        self._verify = verify
+        self._lock = threading.Lock()
+        self._counts = dict.fromkeys(
+            ("put", "got", "missed", "damaged", "touched", "dropped", "evicted"), 0
+        )
+        self._held = 0
+        self._unseen_bytes = 0
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for shard in range(SHARDS):
+                (folder / f"{shard:02x}").mkdir(exist_ok=True)
+            self._gate = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StoreError(
+                f"page store {folder}: {error.strerror}; needed: a folder that can be written to"
+            ) from error
+        self._recount()
+
+    # -- the protocol --------------------------------------------------------------------------
+
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        """Which pages are there."""
+        return [self._path(key).exists() for key in keys]
+
+    def get(self, keys: Sequence[str], pages: Sequence[Parts]) -> list[bool]:
+        """Read pages; where it says False the memory of a page may have been written to."""
+        return [self._get(key, page) for key, page in zip(keys, pages, strict=True)]
+
+    def put(self, keys: Sequence[str], pages: Sequence[Parts]) -> list[bool]:
+        """Write pages that are not there yet."""
+        done = [self._put(key, page) for key, page in zip(keys, pages, strict=True)]
+        if self._unseen_bytes > RECOUNT_PART * self.capacity_bytes:
+            self._recount()
+        return done
+
+    def touch(self, keys: Sequence[str]) -> list[bool]:
+        """Renew the age of pages."""
+        found = [self._renew(self._path(key)) for key in keys]
+        self._count("touched", sum(found))
+        return found
+
+    def stats(self) -> StoreStats:
+        """Counters of this process; the bytes are those of the last count and its own since."""
+        with self._lock:
+            counts = {f"pages_{name}": number for name, number in self._counts.items()}
+            return StoreStats(bytes_held=self._held, **counts)
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        with self._lock:
+            gate, self._gate = self._gate, -1
+        if gate >= 0:
+            os.close(gate)
+
+    # -- one page ------------------------------------------------------------------------------
+
+    def _path(self, key: str) -> Path:
+        # Keys may be long, and hold what file names must not.
+        name = hashlib.blake2b(key.encode(), digest_size=24).hexdigest()
+        return self.folder / name[:2] / f"{name}{_SUFFIX}"
+
+    def _get(self, key: str, page: Parts) -> bool:
+        path = self._path(key)
+        size = sum(part.nbytes for part in page)
+        try:
+            with open(path, "rb", buffering=0) as file:
+                magic, length, checksum = _HEADER.unpack(_exactly(file.fileno(), HEADER_BYTES))
+                whole = magic == _MAGIC and length == size and _read(file.fileno(), page)
+                if not whole or (self._verify and _checksum(page) != checksum):
+                    raise ValueError
+        except FileNotFoundError:
+            self._count("missed")
+            return False
+        except (OSError, ValueError, struct.error):
+            self._count("damaged")
+            with contextlib.suppress(OSError):
+                path.unlink()
+            return False
+        self._renew(path)
+        self._count("got")
+        return True
+
+    def _put(self, key: str, page: Parts) -> bool:
+        path = self._path(key)
+        if self._renew(path):
+            self._count("touched")
+            return True
+        size = sum(part.nbytes for part in page)
+        part = path.with_name(f".{uuid.uuid4().hex}{_PART_SUFFIX}")
+        try:
+            if size + HEADER_BYTES > self.capacity_bytes:
+                raise OSError
+            with open(part, "xb", buffering=0) as file:
+                header = _HEADER.pack(_MAGIC, size, _checksum(page))
+                _write(file.fileno(), [memoryview(header), *page])
+            os.replace(part, path)
+        except OSError:
+            self._count("dropped")
+            with contextlib.suppress(OSError):
+                part.unlink()
+            return False
+        with self._lock:
+            self._counts["put"] += 1
+            self._held += size + HEADER_BYTES
+            self._unseen_bytes += size + HEADER_BYTES
+            full = self._held > self.capacity_bytes
+        if full:
+            self._recount()
+        return True
+
+    def _renew(self, path: Path) -> bool:
+        try:
+            os.utime(path)
+        except OSError:
+            return False
+        return True
+
+    def _count(self, name: str, number: int = 1) -> None:
+        with self._lock:
+            self._counts[name] += number
+
+    # -- room ----------------------------------------------------------------------------------
+
+    def _recount(self) -> None:
+        """Count what all processes hold, and make room when it is too much; one at a time."""
+        with self._lock:
+            gate = self._gate
+        try:
+            fcntl.flock(gate, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (OSError, ValueError):
+            return  # another process or thread is at it, or the store is closed
+        try:
+            found = sorted(self._files())
+            total = sum(size for _, size, _ in found)
+            evicted = 0
+            if total > self.capacity_bytes:
+                for _, size, path in found:
+                    if total <= EVICT_TO * self.capacity_bytes:
+                        break
+                    with contextlib.suppress(OSError):
+                        os.unlink(path)
+                        evicted += 1
+                    total -= size
+            with self._lock:
+                self._held, self._unseen_bytes = total, 0
+                self._counts["evicted"] += evicted
+        finally:
+            fcntl.flock(gate, fcntl.LOCK_UN)
+
+    def _files(self) -> Iterator[tuple[float, int, str]]:
+        """Age, size and path of every page; what an interrupted writer left goes."""
+        for shard in range(SHARDS):
+            with (
+                contextlib.suppress(OSError),
+                os.scandir(self.folder / f"{shard:02x}") as entries,
+            ):
+                for entry in entries:
+                    with contextlib.suppress(OSError):
+                        status = entry.stat()
+                        if entry.name.endswith(_SUFFIX):
+                            yield status.st_mtime, status.st_size, entry.path
+                        elif time.time() - status.st_mtime > _STALE_PART_S:
+                            os.unlink(entry.path)
+
+
+# --- bytes -----------------------------------------------------------------------------------
+
+
+def _checksum(page: Parts) -> int:
+    value = 0
+    for part in page:
+        value = zlib.crc32(part, value)
+    return value
+
+
+def _exactly(fd: int, count: int) -> bytes:
+    data = os.read(fd, count)
+    if len(data) != count:
+        raise ValueError("short file")
+    return data
+
+
+def _read(fd: int, page: Parts) -> bool:
+    """Fill the parts from a file; False when it ends early or holds more."""
+    left = [part.cast("B") for part in page if part.nbytes]
+    while left:
+        count = os.readv(fd, left[:_MAX_RUNS])
+        if not count:
+            return False
+        left = _after(left, count)
+    return not os.read(fd, 1)
+
+
+def _write(fd: int, page: Parts) -> None:
+    left = [part.cast("B") for part in page if part.nbytes]
+    while left:
+        left = _after(left, os.writev(fd, left[:_MAX_RUNS]))
+
+
+def _after(parts: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of ``parts`` behind the first ``count`` bytes."""
+    done = 0
+    for part in parts:
+        if count < part.nbytes:
+            break
+        count -= part.nbytes
+        done += 1
+    rest = parts[done:]
+    if count:
+        rest[0] = rest[0][count:]
+    return rest
