@@ -122,7 +122,7 @@ class EncoderCacheProm(ECConnectorPromMetrics):  # type: ignore[misc]
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
-        from mimo_plugin.engines.vllm.metrics import PrometheusSink
+        from mimo_plugin.engines.prometheus import PrometheusSink
 
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         model_name = str(next(iter(per_engine_labelvalues.values()))[0])
