@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +12,11 @@ from mimo_plugin.config_video import VideoConfig
 from mimo_plugin.core.frames import mimo_rules
 from mimo_plugin.engines.vllm.video.setup import VideoSetup
 from mimo_plugin.engines.vllm.vision.limits import limits_of
+from tests.profiles import load_vllm_profile
 from tests.vision.conftest import SIZE, make_setup
 from tools import tiny_omni
+
+load_vllm_profile()
 
 
 def make_video_setup(
@@ -39,7 +41,6 @@ class Local:
 
     def __init__(self) -> None:
         self.shapes: list[tuple[int, ...]] = []
-        self.thread = threading.get_ident()
 
     def run_sync(self, function: Any, data: bytes, *, timeout_s: float, **options: Any) -> Any:
         import numpy as np
