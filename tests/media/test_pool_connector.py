@@ -228,8 +228,11 @@ def test_a_hanging_decoder_is_a_400_and_a_full_pool_a_503():
         hanging = asyncio.create_task(pool.run(jobs.sleep, seconds=60))
         while pool.stats().running == 0:
             await asyncio.sleep(0.01)
-        tasks = [asyncio.create_task(made.fetch_image_async(url)) for _ in range(2)]
-        return await asyncio.gather(hanging, *tasks, return_exceptions=True)
+        first = asyncio.create_task(made.fetch_image_async(url))
+        while pool.stats().queued == 0:
+            await asyncio.sleep(0.01)
+        second = asyncio.create_task(made.fetch_image_async(url))
+        return await asyncio.gather(hanging, first, second, return_exceptions=True)
 
     hanging, first, second = asyncio.run(play())
     assert isinstance(hanging, DecodeTimeout) and status_of(hanging) == 400
