@@ -19,6 +19,7 @@ from vllm.entrypoints.serve.exception_handling.error_response import (  # noqa: 
     create_error_response,
 )
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector  # noqa: E402
+from vllm.multimodal.video import VIDEO_LOADER_REGISTRY, VideoLoader  # noqa: E402
 
 from mimo_plugin.config_vision import VisionConfig  # noqa: E402
 from mimo_plugin.engines.vllm import media, media_pool, media_switch  # noqa: E402
@@ -397,3 +398,57 @@ def test_what_pools_do_is_counted_once_and_by_lane():
 
 def test_videos_are_left_to_vllms_loader():
     assert connector().fetch_video.__func__ is MediaConnector.fetch_video
+    assert connector().fetch_video_async.__func__ is MediaConnector.fetch_video_async
+
+
+@pytest.fixture
+def loaders(monkeypatch):
+    """Video loaders: ``shapes`` counts bytes, ``hang`` waits for the event that is returned."""
+    release = threading.Event()
+
+    def loader(wait):
+        def load_bytes(cls, data, **options):
+            assert not wait or release.wait(60)
+            return np.zeros((1, 2, len(data), 3), np.uint8), {"loader": options}
+
+        return type("Loader", (VideoLoader,), {"load_bytes": classmethod(load_bytes)})
+
+    made = {"shapes": loader(False), "hang": loader(True)}
+    monkeypatch.setattr(VIDEO_LOADER_REGISTRY, "name2class", made)
+    yield release
+    release.set()
+
+
+@pytest.mark.parametrize("way", ["http", "data", "frames", "file"])
+def test_videos_come_as_from_vllm(site, tmp_path, loaders, way):
+    (tmp_path / "a.mp4").write_bytes(b"film")
+    url = {
+        "http": f"{site}/jpeg",  # any bytes
+        "data": data_url(b"film", "video/mp4"),
+        "frames": data_url(SOUND["jpeg"], "video/jpeg"),
+        "file": f"file://{tmp_path}/a.mp4",
+    }[way]
+    video = {"video": {"video_backend": "shapes", "num_frames": 4}}
+    found = []
+    for make in (connector, stock):
+        made = make(allowed_local_media_path=str(tmp_path), media_io_kwargs=video)
+        item = asyncio.run(made.fetch_video_async(url))
+        found.append((item.media[0].tolist(), item.media[1], item.original_bytes))
+    assert found[0] == found[1]
+
+
+def test_videos_that_take_long_do_not_keep_pictures_waiting(loaders):
+    """As many of them as vLLM has threads for all media, and one more."""
+    at_once = envs.VLLM_MEDIA_LOADING_THREAD_COUNT + 1
+
+    async def play():
+        made = connector(media_io_kwargs={"video": {"video_backend": "hang"}})
+        film = data_url(b"film", "video/mp4")
+        films = [asyncio.create_task(made.fetch_video_async(film)) for _ in range(at_once)]
+        picture = await asyncio.wait_for(made.fetch_image_async(data_url(SOUND["jpeg"])), 60)
+        assert not any(film.done() for film in films)
+        loaders.set()
+        return picture, await asyncio.gather(*films)
+
+    picture, films = asyncio.run(play())
+    assert picture.size == (47, 33) and len(films) == at_once
