@@ -22,7 +22,7 @@ from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector  # no
 from vllm.multimodal.video import VIDEO_LOADER_REGISTRY, VideoLoader  # noqa: E402
 
 from mimo_plugin.config_vision import VisionConfig  # noqa: E402
-from mimo_plugin.engines.vllm import media, media_pool, media_switch  # noqa: E402
+from mimo_plugin.engines.vllm import media, media_pool, media_switch, register  # noqa: E402
 from mimo_plugin.errors import ContractError  # noqa: E402
 from mimo_plugin.media.limits import DecodeTimeout, MediaError, MediaLimits  # noqa: E402
 from mimo_plugin.media.pool import PoolSettings  # noqa: E402
@@ -95,7 +95,7 @@ def few_retries(monkeypatch):
 def connector(settings=QUICK, media_io_kwargs=None, **given):
     token = {"token": media_pool.remember(settings)}
     return media.MimoMediaConnector(
-        {**(media_io_kwargs or {}), media_switch.TOKEN_KEY: token},
+        {**(media_io_kwargs or {}), media_pool.TOKEN_KEY: token},
         connection=HTTPConnection(reuse_client=False),
         **given,
     )
@@ -363,6 +363,29 @@ def test_a_vllm_that_lacks_something_decodes_itself(registry, caplog):
     assert "vllm.x: gone" in caplog.text
     with pytest.raises(ContractError, match="VLLM_MEDIA_CONNECTOR.*gone"):
         media_switch.register_named({"VLLM_MEDIA_CONNECTOR": "mimo"}, lambda tag: "gone")
+
+
+def test_its_contract_rows_are_checked_where_it_is_named(monkeypatch):
+    checked = []
+
+    def problems(tags):
+        checked.append(tags)
+        return ("vllm.x: gone",)
+
+    monkeypatch.setattr(register, "_contract_problems", problems)
+    for settings in ({"decode": "pool"}, {}, {"decode": "stock"}):
+        one = SimpleNamespace(additional_config={"mimo": {"vision": settings}})
+        with pytest.raises(ContractError, match="vllm.x: gone"):
+            register.activate(one, environ={})
+    assert checked == [("vision", media_switch.MEDIA_POOL), ("vision",), ("vision",)]
+
+
+def test_a_token_that_a_client_made_up_is_refused():
+    url = data_url(SOUND["jpeg"])
+    for token in ("made up", 3, ["x"]):
+        made = media.MimoMediaConnector({media_pool.TOKEN_KEY: {"token": token}})
+        kind, text, code = refused(made, url)
+        assert kind is MediaError and code == 400 and "media_io_kwargs.mimo_plugin" in text
 
 
 def test_a_budget_of_the_request_is_charged():

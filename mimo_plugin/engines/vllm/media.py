@@ -40,8 +40,8 @@ from vllm.multimodal.media import (
     VideoMediaIO,
 )
 
-from mimo_plugin.engines.vllm.media_pool import MediaSettings, media_pool, recall
-from mimo_plugin.engines.vllm.media_switch import CONNECTOR, STOCK_CONNECTOR, TOKEN_KEY
+from mimo_plugin.engines.vllm.media_pool import TOKEN_KEY, MediaSettings, media_pool, recall
+from mimo_plugin.engines.vllm.media_switch import CONNECTOR, STOCK_CONNECTOR
 from mimo_plugin.media.images import decode_image, image_of
 from mimo_plugin.media.limits import MediaLimits
 from mimo_plugin.media.pool import JobResult, PoolBusy, PoolClosed
