@@ -25,6 +25,7 @@ _CONNECTOR_ROWS = (
             "MediaConnector",
             "MediaIO",
             "MediaWithBytes",
+            "VideoMediaIO",
         )
     ),
     class_(
@@ -33,11 +34,18 @@ _CONNECTOR_ROWS = (
         "downloads, and hands the bytes over",
         has="fetch_image fetch_image_async load_from_url load_from_url_async",
     ),
+    call(
+        "multimodal.media.connector",
+        "MediaConnector.load_from_url_async",
+        "videos are loaded in threads of their own",
+        first="url media_io",
+        accepts="fetch_timeout",
+    ),
     class_(
         "multimodal.media.base",
         "MediaIO",
         "base of what keeps the bytes as they came",
-        has="load_base64 load_bytes load_file",
+        has="get_max_bytes load_base64 load_bytes load_file",
     ),
     class_(
         "utils.registry",

@@ -19,9 +19,10 @@ from vllm.entrypoints.serve.exception_handling.error_response import (  # noqa: 
     create_error_response,
 )
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector  # noqa: E402
+from vllm.multimodal.video import VIDEO_LOADER_REGISTRY, VideoLoader  # noqa: E402
 
 from mimo_plugin.config_vision import VisionConfig  # noqa: E402
-from mimo_plugin.engines.vllm import media, media_pool, media_switch  # noqa: E402
+from mimo_plugin.engines.vllm import media, media_pool, media_switch, register  # noqa: E402
 from mimo_plugin.errors import ContractError  # noqa: E402
 from mimo_plugin.media.limits import DecodeTimeout, MediaError, MediaLimits  # noqa: E402
 from mimo_plugin.media.pool import PoolSettings  # noqa: E402
@@ -94,7 +95,7 @@ def few_retries(monkeypatch):
 def connector(settings=QUICK, media_io_kwargs=None, **given):
     token = {"token": media_pool.remember(settings)}
     return media.MimoMediaConnector(
-        {**(media_io_kwargs or {}), media_switch.TOKEN_KEY: token},
+        {**(media_io_kwargs or {}), media_pool.TOKEN_KEY: token},
         connection=HTTPConnection(reuse_client=False),
         **given,
     )
@@ -367,6 +368,29 @@ def test_a_vllm_that_lacks_something_decodes_itself(registry, caplog):
         media_switch.register_named({"VLLM_MEDIA_CONNECTOR": "mimo"}, lambda tag: "gone")
 
 
+def test_its_contract_rows_are_checked_where_it_is_named(monkeypatch):
+    checked = []
+
+    def problems(tags):
+        checked.append(tags)
+        return ("vllm.x: gone",)
+
+    monkeypatch.setattr(register, "_contract_problems", problems)
+    for settings in ({"decode": "pool"}, {}, {"decode": "stock"}):
+        one = SimpleNamespace(additional_config={"mimo": {"vision": settings}})
+        with pytest.raises(ContractError, match="vllm.x: gone"):
+            register.activate(one, environ={})
+    assert checked == [("vision", media_switch.MEDIA_POOL), ("vision",), ("vision",)]
+
+
+def test_a_token_that_a_client_made_up_is_refused():
+    url = data_url(SOUND["jpeg"])
+    for token in ("made up", 3, ["x"]):
+        made = media.MimoMediaConnector({media_pool.TOKEN_KEY: {"token": token}})
+        kind, text, code = refused(made, url)
+        assert kind is MediaError and code == 400 and "media_io_kwargs.mimo_plugin" in text
+
+
 def test_a_budget_of_the_request_is_charged():
     """vLLM 0.33 counts the decoded bytes of a request; a connector that forgets has no limit."""
     made, charged = connector(), []
@@ -400,3 +424,57 @@ def test_what_pools_do_is_counted_once_and_by_lane():
 
 def test_videos_are_left_to_vllms_loader():
     assert connector().fetch_video.__func__ is MediaConnector.fetch_video
+    assert connector().fetch_video_async.__func__ is MediaConnector.fetch_video_async
+
+
+@pytest.fixture
+def loaders(monkeypatch):
+    """Video loaders: ``shapes`` counts bytes, ``hang`` waits for the event that is returned."""
+    release = threading.Event()
+
+    def loader(wait):
+        def load_bytes(cls, data, **options):
+            assert not wait or release.wait(60)
+            return np.zeros((1, 2, len(data), 3), np.uint8), {"loader": options}
+
+        return type("Loader", (VideoLoader,), {"load_bytes": classmethod(load_bytes)})
+
+    made = {"shapes": loader(False), "hang": loader(True)}
+    monkeypatch.setattr(VIDEO_LOADER_REGISTRY, "name2class", made)
+    yield release
+    release.set()
+
+
+@pytest.mark.parametrize("way", ["http", "data", "frames", "file"])
+def test_videos_come_as_from_vllm(site, tmp_path, loaders, way):
+    (tmp_path / "a.mp4").write_bytes(b"film")
+    url = {
+        "http": f"{site}/jpeg",  # any bytes
+        "data": data_url(b"film", "video/mp4"),
+        "frames": data_url(SOUND["jpeg"], "video/jpeg"),
+        "file": f"file://{tmp_path}/a.mp4",
+    }[way]
+    video = {"video": {"video_backend": "shapes", "num_frames": 4}}
+    found = []
+    for make in (connector, stock):
+        made = make(allowed_local_media_path=str(tmp_path), media_io_kwargs=video)
+        item = asyncio.run(made.fetch_video_async(url))
+        found.append((item.media[0].tolist(), item.media[1], item.original_bytes))
+    assert found[0] == found[1]
+
+
+def test_videos_that_take_long_do_not_keep_pictures_waiting(loaders):
+    """As many of them as vLLM has threads for all media, and one more."""
+    at_once = envs.VLLM_MEDIA_LOADING_THREAD_COUNT + 1
+
+    async def play():
+        made = connector(media_io_kwargs={"video": {"video_backend": "hang"}})
+        film = data_url(b"film", "video/mp4")
+        films = [asyncio.create_task(made.fetch_video_async(film)) for _ in range(at_once)]
+        picture = await asyncio.wait_for(made.fetch_image_async(data_url(SOUND["jpeg"])), 60)
+        assert not any(film.done() for film in films)
+        loaders.set()
+        return picture, await asyncio.gather(*films)
+
+    picture, films = asyncio.run(play())
+    assert picture.size == (47, 33) and len(films) == at_once

@@ -14,7 +14,7 @@ from typing import Any
 
 from mimo_plugin import __version__
 from mimo_plugin.config import SECTION, section_of
-from mimo_plugin.engines.vllm.media_switch import TOKEN_KEY
+from mimo_plugin.engines.vllm.media_pool import TOKEN_KEY
 from mimo_plugin.engines.vllm.version import installed_vllm
 from mimo_plugin.engines.vllm.vision.names import SETUP_KEY
 from mimo_plugin.media.keys import content_key

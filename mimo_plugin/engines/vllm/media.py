@@ -5,7 +5,8 @@ Downloading is vLLM's own, with its time-outs, retries, allowed domains and path
 limit and file cache. What differs: a picture is decoded in a worker process, so that decoding holds
 neither the event loop nor the interpreter lock of the API server, and input that crashes or hangs a
 decoder fails its own request only. The bytes and the decode settings stay with the picture, so
-vLLM's hash of it is the same.
+vLLM's hash of it is the same. Videos are loaded as in vLLM, in threads of their own: pictures never
+wait for those.
 
 vLLM finds its connector in a registry, by the name in ``VLLM_MEDIA_CONNECTOR``. An engine with
 ``vision.decode`` carries a token in its ``media_io_kwargs``; under vLLM's own name the registry
@@ -15,8 +16,13 @@ vLLM's. ``VLLM_MEDIA_CONNECTOR=mimo`` gives every engine of the process this one
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache, partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -31,10 +37,11 @@ from vllm.multimodal.media import (
     MediaConnector,
     MediaIO,
     MediaWithBytes,
+    VideoMediaIO,
 )
 
-from mimo_plugin.engines.vllm.media_pool import MediaSettings, media_pool, recall
-from mimo_plugin.engines.vllm.media_switch import CONNECTOR, STOCK_CONNECTOR, TOKEN_KEY
+from mimo_plugin.engines.vllm.media_pool import TOKEN_KEY, MediaSettings, media_pool, recall
+from mimo_plugin.engines.vllm.media_switch import CONNECTOR, STOCK_CONNECTOR
 from mimo_plugin.media.images import decode_image, image_of
 from mimo_plugin.media.limits import MediaLimits
 from mimo_plugin.media.pool import JobResult, PoolBusy, PoolClosed
@@ -85,6 +92,36 @@ class _Encoded(MediaIO):  # type: ignore[misc]
         return filepath.read_bytes()
 
 
+class _Later(MediaIO):  # type: ignore[misc]
+    """Leaves the work of another loader to whoever calls what this one returns."""
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__()
+        self._loader = loader
+
+    def get_max_bytes(self) -> int | None:
+        limit: int | None = self._loader.get_max_bytes()
+        return limit
+
+    def load_bytes(self, data: bytes) -> Callable[[], Any]:
+        return partial(self._loader.load_bytes, data)
+
+    def load_base64(self, media_type: str, data: str) -> Callable[[], Any]:
+        return partial(self._loader.load_base64, media_type, data)
+
+    def load_file(self, filepath: Path) -> Callable[[], Any]:
+        return partial(self._loader.load_file, filepath)
+
+
+@cache
+def _video_threads() -> ThreadPoolExecutor:
+    """Threads that load videos, as many as vLLM has for all media."""
+    return ThreadPoolExecutor(envs.VLLM_MEDIA_LOADING_THREAD_COUNT, "mimo-video")
+
+
+os.register_at_fork(after_in_child=_video_threads.cache_clear)
+
+
 class MimoMediaConnector(MediaConnector):  # type: ignore[misc]
     """vLLM's connector with another way to decode pictures; all else is inherited."""
 
@@ -125,6 +162,16 @@ class MimoMediaConnector(MediaConnector):  # type: ignore[misc]
         except (PoolBusy, PoolClosed) as problem:
             raise _unavailable(problem) from None
         return self._with_bytes(result, data, image_io)
+
+    async def load_from_url_async(
+        self, url: str, media_io: Any, *, fetch_timeout: int | None = None
+    ) -> Any:
+        """As vLLM's, but a video that takes minutes does not keep its threads from pictures."""
+        fetch = super().load_from_url_async
+        if not isinstance(media_io, VideoMediaIO):
+            return await fetch(url, media_io, fetch_timeout=fetch_timeout)
+        load = await fetch(url, _Later(media_io), fetch_timeout=fetch_timeout)
+        return await asyncio.get_running_loop().run_in_executor(_video_threads(), load)
 
     def _loader(self, image_mode: str | None) -> Any:
         """vLLM's own loader, which checks the request's settings; it decodes nothing here."""

@@ -16,10 +16,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mimo_plugin.config_vision import VisionConfig
-from mimo_plugin.media.limits import MediaLimits
+from mimo_plugin.media.limits import MediaError, MediaLimits
 from mimo_plugin.media.pool import MediaPool
 from mimo_plugin.media.pool_types import PoolSettings, PoolStats, default_workers
 from mimo_plugin.metrics import MetricsBuffer
+
+TOKEN_KEY = "mimo_plugin"
+"""Key in an engine's ``media_io_kwargs`` under which its token lies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +76,20 @@ def remember(settings: MediaSettings) -> str:
 
 
 def recall(token: object) -> MediaSettings:
-    """An engine's settings; the defaults for a token that this process does not know."""
-    return _engines.get(str(token)) or MediaSettings()
+    """An engine's settings, the defaults without a token.
+
+    Raises:
+        MediaError: a token that is not from this process: a client made it up.
+    """
+    if token is None:
+        return MediaSettings()
+    found = _engines.get(token) if isinstance(token, str) else None
+    if found is None:
+        raise MediaError(
+            f"media_io_kwargs.{TOKEN_KEY}: found {repr(token)[:80]}; allowed: what the plugin "
+            "writes at start; fix: leave it out"
+        )
+    return found
 
 
 def media_pool(settings: PoolSettings | None = None) -> MediaPool:

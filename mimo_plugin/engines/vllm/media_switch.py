@@ -25,9 +25,6 @@ CONNECTOR = "mimo"
 STOCK_CONNECTOR = "http"
 """Its value that means vLLM's own, which is the default."""
 
-TOKEN_KEY = "mimo_plugin"
-"""Key in an engine's ``media_io_kwargs`` under which its token lies."""
-
 logger = logging.getLogger("vllm.mimo_plugin")
 
 Check = Callable[[str], str | None]
