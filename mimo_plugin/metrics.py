@@ -188,6 +188,32 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     _spec(
         "counter",
+        "video_files",
+        "Videos read, whose frames travel as pixels or, resized by the loader, as patch rows.",
+        {"form": PIXEL_FORMS},
+    ),
+    _spec("counter", "video_bytes", "Bytes of the frames taken.", {"form": PIXEL_FORMS}),
+    _spec(
+        "counter",
+        "video_frames",
+        "Frames of the videos read: all in the files, those that decoders made, those taken, and "
+        "those that were to be taken but could not be decoded.",
+        {"what": VIDEO_FRAMES},
+    ),
+    _spec("counter", "video_decode_seconds", "Time that the pool worked on videos."),
+    _spec(
+        "counter",
+        "video_wait_seconds",
+        "Time that videos waited for the pool, and their frames for the way back.",
+    ),
+    _spec(
+        "counter",
+        "video_refused",
+        "Videos refused: their input can't be served, or the pool had no place or memory.",
+        {"reason": VIDEO_REFUSALS},
+    ),
+    _spec(
+        "counter",
         "vision_items",
         "Images and videos handed to the model's process, as pixels or, resized before, as patch "
         "rows; one that the processor's cache holds counts once.",
@@ -222,32 +248,6 @@ METRICS: tuple[MetricSpec, ...] = (
         "vision_kernel_seconds",
         "Host time of those passes; on a GPU that of the launch.",
         _BACKEND,
-    ),
-    _spec(
-        "counter",
-        "video_files",
-        "Videos read, whose frames travel as pixels or, resized by the loader, as patch rows.",
-        {"form": PIXEL_FORMS},
-    ),
-    _spec("counter", "video_bytes", "Bytes of the frames taken.", {"form": PIXEL_FORMS}),
-    _spec(
-        "counter",
-        "video_frames",
-        "Frames of the videos read: all in the files, those that decoders made, those taken, and "
-        "those that were to be taken but could not be decoded.",
-        {"what": VIDEO_FRAMES},
-    ),
-    _spec("counter", "video_decode_seconds", "Time that the pool worked on videos."),
-    _spec(
-        "counter",
-        "video_wait_seconds",
-        "Time that videos waited for the pool, and their frames for the way back.",
-    ),
-    _spec(
-        "counter",
-        "video_refused",
-        "Videos refused: their input can't be served, or the pool had no place or memory.",
-        {"reason": VIDEO_REFUSALS},
     ),
     _spec("counter", "metrics_dropped", "Observations lost because nobody collected them."),
     _spec(

@@ -174,10 +174,10 @@ def _activate(vllm_config: Any, environ: Mapping[str, str]) -> MimoConfig | None
         vllm_config.parallel_config.worker_cls = worker_cls
     if "mtp" in features:
         _mtp_configuration().configure(vllm_config)
-    if "vision" in features:
-        _vision_configuration().configure(vllm_config, config)
     if "video" in features:
         _video_configuration().configure(vllm_config, config)
+    if "vision" in features:
+        _vision_configuration().configure(vllm_config, config)
     _write_section(vllm_config, config.to_dict())
     _install_metrics()
     log_active("API", config)
