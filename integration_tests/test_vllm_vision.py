@@ -169,6 +169,15 @@ def test_stock_s_frames_whatever_a_request_asks_for(stock, unfixed):
     assert 0 < read["taken"] <= read["decoded"] < read["file"] and not read["dropped"]
 
 
+def test_frames_of_stock_s_loader_are_served_as_well(stock, unfixed):
+    """A request that may choose the loader: its frames come as without the feature."""
+    before = frames_of(unfixed)
+    parts = [video_part(clip(9, 96, 130)), SHORT]
+    options = {"media_io_kwargs": {"video": {"video_backend": "opencv", "num_frames": 4}}}
+    assert served(unfixed.ask(*parts, **options)) == served(stock.ask(*parts, **options))
+    assert frames_of(unfixed) == before
+
+
 def frames_of(client):
     """Frames of the videos that the server has read."""
     whats = ("file", "decoded", "taken", "dropped")
