@@ -6,9 +6,8 @@ PyTorch's default threads; both sides start from decoded uint8 pixels and end wi
 the model takes them. Times are CPU seconds of the whole process (all threads), the least of several
 runs, sides in turn. Errors are against stock. A 4K image alone and eight of them (user case B79)
 are also timed by the clock on the wall, as a request waits for them. The Qwen part compares 1,000
-random sizes with the Pillow processor of transformers, and its costs: up to the rows of bytes that
-vLLM's vision towers of that family take; the torchvision processor, stock's default, stands beside
-it. Launches and bytes of the GPU kernels follow from their plans.
+random sizes with the Pillow processor of transformers. Launches and bytes of the GPU kernels follow
+from their plans.
 
 Run: ``python -m benchmarks.preprocess_cpu [--quick] [--json PATH]``
 """
@@ -44,8 +43,6 @@ QUICK_SIZES = ((4096, 4096), (1024, 1024))
 SIZE_4K, BATCHES_4K = (2160, 3840), (1, 8)
 QWEN_SIZES, QUICK_QWEN_SIZES = 1000, 100
 QWEN_MAX_TOKENS = 64
-#: the limit in pixels of the published Qwen2-VL and Qwen2.5-VL preprocessors
-QWEN_MAX_PIXELS = 16384 * 28 * 28
 SETTLE_S = 0.05
 
 
@@ -217,54 +214,6 @@ def qwen_identical(sizes: int) -> tuple[int, int]:
     return same[0], same[1]
 
 
-@dataclass(frozen=True)
-class QwenCost:
-    """CPU seconds from a Pillow image to rows of bytes."""
-
-    height: int
-    width: int
-    pillow_s: float
-    torchvision_s: float
-    plugin_s: float
-    sent_s: float
-    """Of the plugin, what the API process pays where the model's device makes the rows."""
-
-    @property
-    def ratio(self) -> float:
-        """Stock with Pillow over plugin."""
-        return self.pillow_s / self.plugin_s
-
-
-def qwen_costs(sizes: tuple[tuple[int, int], ...], repeats: int) -> list[QwenCost]:
-    """Costs at each size."""
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-    from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
-
-    size = {"shortest_edge": 56 * 56, "longest_edge": QWEN_MAX_PIXELS}
-    spec = qwen_spec({"size": size}).as_bytes()
-    raw = {"do_rescale": False, "do_normalize": False, "return_tensors": "pt"}
-    pillow, torchvision = Qwen2VLImageProcessorPil(size=size), Qwen2VLImageProcessor(size=size)
-    costs = []
-    for height, width in sizes:
-        image = Image.fromarray(photo(height, width, seed=height).numpy())
-        item = Item(1, height, width, *target_size(spec, height, width))
-
-        def sent(image: Any = image) -> Any:
-            return torch.from_numpy(np.array(image)).view(-1)
-
-        def rows(item: Item = item, sent: Callable[[], Any] = sent) -> Any:
-            return cpu.patch_rows(sent(), [item], spec, dtype=torch.uint8)
-
-        calls = [
-            lambda i=image: pillow([i], **raw)["pixel_values"].to(torch.bfloat16),
-            lambda i=image: torchvision([i], **raw)["pixel_values"],
-            rows,
-            sent,
-        ]
-        costs.append(QwenCost(height, width, *(cpu_s for cpu_s, _ in least_s(calls, repeats))))
-    return costs
-
-
 def most_launches(spec: PixelSpec) -> int:
     """Kernel launches of a batch of 64 stills and 8 videos, the more of both rules."""
     most = 0
@@ -321,11 +270,6 @@ def claims(found: dict[str, Any], how: str) -> list[dict[str, Any]]:
             f"{how}; from the plan: 4096x4096 to bf16 rows, L2 hits between programs not counted",
         ),
     ]
-    qwen: dict[int, QwenCost] = {cost.height: cost for cost in found["qwen_costs"]}
-    qwen_how = f"{how}; value = CPU seconds of transformers' Pillow processor / plugin's, to bytes"
-    for height, bound in ((4096, ">= 1.5"), (1024, ">= 1.1")):
-        name = f"qwen_cpu_ratio_{height}"
-        rows.append((name, qwen[height].ratio, 1.0, bound, "stock / plugin", qwen_how))
     names = ("id", "value", "stock", "bound", "unit", "how")
     return [dict(zip(names, row, strict=True)) | {"seeds": 1} for row in rows]
 
@@ -399,9 +343,8 @@ def main(argv: list[str] | None = None) -> int:
     batches = batches_4k(spec, repeats=2 if quick else 5)
     qwen_sizes = QUICK_QWEN_SIZES if quick else QWEN_SIZES
     identical = qwen_identical(qwen_sizes)
-    found: dict[str, Any] = {
+    found = {
         "costs": costs,
-        "qwen_costs": qwen_costs(QUICK_SIZES, repeats=3 if quick else 7),
         "launches": most_launches(spec),
         "traffic": traffic(spec, 4096, 4096),
     }
@@ -414,10 +357,6 @@ def main(argv: list[str] | None = None) -> int:
         f"Qwen: {identical[0]} (reference) and {identical[1]} (cpu) of {qwen_sizes} random sizes "
         "identical to transformers' Pillow processor"
     )
-    for cost in found["qwen_costs"]:
-        times = (cost.pillow_s, cost.torchvision_s, cost.plugin_s, cost.sent_s)
-        said = "Pillow {:.1f}, torchvision {:.1f}, plugin {:.1f} ms ({:.1f} before the device)"
-        print(f"  {cost.height}x{cost.width}:", said.format(*(1e3 * s for s in times)))
     for claim in listed:
         print(f"  {claim['id']:20} {claim['value']:.4g}  ({claim['bound']})")
     options.json.parent.mkdir(parents=True, exist_ok=True)
@@ -427,7 +366,6 @@ def main(argv: list[str] | None = None) -> int:
         "claims": listed,
         "costs": [{**asdict(c), "ratio": c.ratio} for c in costs],
         "batches_4k": [asdict(b) for b in batches],
-        "qwen_costs": [{**asdict(c), "ratio": c.ratio} for c in found["qwen_costs"]],
         "qwen_identical": {"sizes": qwen_sizes, "reference": identical[0], "cpu": identical[1]},
         "bytes_4096": {n: {**t._asdict(), "ratio": t.ratio} for n, t in moved.items()},
         "threads": torch.get_num_threads(),
