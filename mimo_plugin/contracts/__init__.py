@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mimo_plugin.contracts.row import Contract
-from mimo_plugin.contracts.sglang import SGLANG_CONTRACTS
+from mimo_plugin.contracts.sglang import SGLANG_CONTRACTS as SGLANG_CONTRACTS
 from mimo_plugin.contracts.source import SourceTree, SymbolFacts
 from mimo_plugin.contracts.vllm import VLLM_CONTRACTS
 

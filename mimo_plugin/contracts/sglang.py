@@ -133,7 +133,28 @@ _KV_ROWS: tuple[Contract, ...] = (
         accepts="",
     ),
     _kv_call(_CACHE, "UnifiedRadixCache.match_prefix", "counts hits", first="params", accepts=""),
-    _kv_call(_CACHE, "UnifiedRadixCache._evict", "counts evictions", first="params", closed=False),
+    _kv_call(
+        _CACHE,
+        "UnifiedRadixCache._evict",
+        "checkpoints die in the plugin's order",
+        first="params",
+        named="available_size_targets allocation_reclaim_satisfied",
+    ),
+    _kv_call(_CACHE, "UnifiedRadixCache._reset_full", "the order is reset too", accepts=""),
+    _kv_call(
+        _CACHE,
+        "UnifiedRadixCache.lock",
+        "holds windows while others are evicted",
+        first="node_id",
+        named="skip_lock_components",
+    ),
+    _kv_call(_CACHE, "UnifiedRadixCache.unlock", "releases them", first="lock"),
+    _kv_class(
+        _BASE,
+        "EvictParams",
+        "what to evict",
+        has="num_tokens swa_num_tokens",
+    ),
     _kv_class(
         _CACHE,
         "UnifiedRadixCache",
@@ -201,7 +222,7 @@ _KV_ROWS: tuple[Contract, ...] = (
         _BATCH,
         "Req",
         "tokens of the request and where it parted from others",
-        has="finished kv origin_input_ids output_ids swa_branching_seqlen",
+        has="finished kv last_node origin_input_ids output_ids swa_branching_seqlen",
     ),
     _kv_call(
         _ALLOCATOR,
@@ -211,10 +232,19 @@ _KV_ROWS: tuple[Contract, ...] = (
         named="start_pos",
     ),
     _kv_class(
+        _ALLOCATOR, "SWATokenToKVPoolAllocator", "size of the pool for windows", has="size_swa"
+    ),
+    _kv_class(
         "srt.mem_cache.rust_tree_core.adapter",
         "RustUnifiedTreeCore",
         "the tree core that is kept",
-        has="is_eagle",
+        has="is_eagle get_component_device_value collect_path_info",
+    ),
+    _kv_class(
+        "srt.mem_cache.unified_cache.unified_tree_core_interface",
+        "TreePathNodeInfo",
+        "which checkpoint a request goes on from",
+        has="node_id path_start path_end",
     ),
     _kv_call("srt.runtime_context", "get_serving", "labels of the metrics"),
     _kv_call("srt.runtime_context", "get_parallel", "which rank writes metrics"),

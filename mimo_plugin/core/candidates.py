@@ -59,6 +59,19 @@ def rank_of(node: Node) -> str:
     return "replaced" if node.superseded else "inner"
 
 
+def lasts(node: Node, cls: str) -> bool:
+    """Whether later turns don't replace a checkpoint of class ``cls`` at ``node``."""
+    if cls == retention.JUNCTION:
+        return True
+    # The first boundary ends the system prompt, which every chat on it shares.
+    return cls == retention.BOUNDARY and all(a.cls != retention.BOUNDARY for a in node.ancestors())
+
+
+def keeps_rank(node: Node) -> bool:
+    """Whether ``node`` is not demoted when a later turn of the same chat has its own checkpoint."""
+    return node.lasting or len(node.children) > 1
+
+
 def lost_tokens(node: Node) -> int:
     """Tokens to compute again if ``node``'s checkpoint is gone and wanted after all."""
     below = next((a.tokens for a in node.ancestors() if a.swa is not None), 0)

@@ -21,8 +21,7 @@ import heapq
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-from mimo_plugin.core import retention
-from mimo_plugin.core.candidates import Policy
+from mimo_plugin.core.candidates import Policy, keeps_rank, lasts
 from mimo_plugin.core.ledger import DRAFT_KIND, FULL, FULL_KIND, SWA_KIND
 from mimo_plugin.core.spans import SpanLedger
 from mimo_plugin.core.tree import Node
@@ -217,7 +216,7 @@ class DeathOrder(SpanLedger):
         node.swa = list(swa_ids)
         node.had_checkpoint = True
         node.superseded = False
-        node.lasting = node.lasting or self._lasts(node, cls)
+        node.lasting = node.lasting or lasts(node, cls)
         node.created_s = self.now()
         node.clock = self._stamp()
         for block_id in new_ids:
@@ -251,22 +250,9 @@ class DeathOrder(SpanLedger):
         for ancestor in node.ancestors():
             if ancestor.superseded:
                 break
-            if ancestor.swa is not None and not self._keeps_rank(ancestor):
+            if ancestor.swa is not None and not keeps_rank(ancestor):
                 ancestor.superseded = True
                 self._classify(ancestor)
-
-    @staticmethod
-    def _lasts(node: Node, cls: str) -> bool:
-        if cls == retention.JUNCTION:
-            return True
-        # The first boundary ends the system prompt, which every chat on it shares.
-        return cls == retention.BOUNDARY and all(
-            a.cls != retention.BOUNDARY for a in node.ancestors()
-        )
-
-    @staticmethod
-    def _keeps_rank(node: Node) -> bool:
-        return node.lasting or len(node.children) > 1
 
     def invalidate(self, block_id: int) -> None:
         """Like :meth:`forget`, for a block that may be free: it becomes an empty one."""

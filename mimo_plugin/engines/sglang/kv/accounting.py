@@ -55,11 +55,11 @@ class Accounting:
         """A waiting request was looked up; the last look-up before its admission counts."""
         self._full_tokens[req] = full_tokens
 
-    def admitted(self, req: Any, hit_tokens: int) -> None:
-        """A request hands over KV; the first time, its hit is counted."""
+    def admitted(self, req: Any, hit_tokens: int) -> bool:
+        """A request hands over KV; the first time its hit is counted. True then."""
         full_tokens = self._full_tokens.pop(req, None)
         if full_tokens is None:
-            return
+            return False
         buffer = self.buffer
         buffer.inc("prompt_lookup_tokens", len(req.origin_input_ids) + len(req.output_ids))
         buffer.inc("full_hit_tokens", max(full_tokens, hit_tokens))
@@ -67,6 +67,7 @@ class Accounting:
         buffer.observe("hit_length_tokens", hit_tokens)
         if full_tokens > hit_tokens:
             buffer.inc("trimmed_tokens", full_tokens - hit_tokens, reason=NO_CHECKPOINT)
+        return True
 
     def kept(self, segment: Segment) -> None:
         """A window was kept at the end of ``segment``."""

@@ -15,11 +15,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.components.swa import SWAComponent
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from mimo_plugin.core import retention
+from mimo_plugin.core.checkpoints import CheckpointOrder
 from mimo_plugin.core.retention import RetentionRule, find_message_starts
 from mimo_plugin.core.segments import Segment, cut
 from mimo_plugin.core.window import GroupGeometry
@@ -27,6 +29,10 @@ from mimo_plugin.engines.sglang.kv.accounting import Accounting
 
 _KEPT = "mimo_kept_alive"
 """Mark of a request whose prefix has been kept alive in the store below."""
+
+#: Choosing costs a little for each checkpoint there is, so more than what is needed dies at a time:
+#: up to these parts of the pool, of any checkpoints, and of those that were passed or replaced.
+EVICT_ANY, EVICT_CHEAP = 32, 8
 
 
 class SegmentedSWAComponent(SWAComponent):  # type: ignore[misc]
@@ -83,6 +89,12 @@ class MimoRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         self.group = group
         self.start_ids = start_ids
         self.accounting = accounting
+        self.order: CheckpointOrder[int] = CheckpointOrder(group.block_size_tokens)
+
+    def _reset_full(self) -> None:
+        super()._reset_full()
+        if hasattr(self, "order"):
+            self.order.clear()
 
     # -- look-up -----------------------------------------------------------------------------
 
@@ -93,10 +105,72 @@ class MimoRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             self.accounting.matched(params.req, result.full_kv_hit_length)
         return result
 
+    # -- eviction ----------------------------------------------------------------------------
+
     def _evict(self, params: Any, *args: Any, **kwargs: Any) -> Any:
-        result = super()._evict(params, *args, **kwargs)
-        self.accounting.evicted(result)
-        return result
+        """As upstream; of the sliding-window KV, the checkpoints that are first to die go first."""
+        joint = kwargs.get("allocation_reclaim_satisfied") is not None
+        if self.disable or joint or params.swa_num_tokens <= 0:
+            result = super()._evict(params, *args, **kwargs)
+            self.accounting.evicted(result)
+            return result
+        full, swa = params.num_tokens, params.swa_num_tokens
+        total = EvictResult()
+
+        def took(part: Any) -> None:
+            total.num_tokens_evicted += part.num_tokens_evicted
+            total.swa_num_tokens_evicted += part.swa_num_tokens_evicted
+
+        if full > 0:  # what is too old for that pool takes its windows along
+            took(super()._evict(EvictParams(num_tokens=full), *args, **kwargs))
+        left = swa - total.swa_num_tokens_evicted
+        if left > 0:
+            took(self._evict_checkpoints(left))
+        rest = EvictParams(
+            num_tokens=max(0, full - total.num_tokens_evicted),
+            swa_num_tokens=max(0, swa - total.swa_num_tokens_evicted),
+        )
+        if rest.num_tokens or rest.swa_num_tokens:
+            took(super()._evict(rest, *args, **kwargs))
+        self.accounting.evicted(total)
+        return total
+
+    def _evict_checkpoints(self, tokens: int) -> Any:
+        """Have upstream evict what the plugin's order says, by holding everything else."""
+        held = {
+            node_id: self.lock(node_id, skip_lock_components=(ComponentType.FULL,))
+            for node_id in self.order.ids()
+            if self._window_tokens(node_id)
+        }
+        victims: list[int] = []
+        pool_tokens = self.token_to_kv_pool_allocator.size_swa
+        tokens = max(tokens, pool_tokens // EVICT_ANY)
+        ahead = max(tokens, pool_tokens // EVICT_CHEAP)
+        try:
+            while (free := self.swa_evictable_size()) < ahead:
+                node_id = self.order.victim(cheap=free >= tokens)
+                if node_id is None:
+                    break
+                victims.append(node_id)
+                self.unlock(held.pop(node_id, None))
+            return super()._evict(EvictParams(swa_num_tokens=min(free, ahead)))
+        finally:
+            for lock in held.values():
+                self.unlock(lock)
+            for node_id in victims:
+                if self._window_tokens(node_id):
+                    self.order.spared(node_id)
+
+    def _window_tokens(self, node_id: int) -> int:
+        """Sliding-window KV that a node holds itself; 0: its checkpoint is gone."""
+        try:
+            value = self.tree_core.get_component_device_value(node_id, ComponentType.SWA)
+        except KeyError:  # so is the node
+            value = None
+        if value is None:
+            self.order.gone(node_id)
+            return 0
+        return len(value)
 
     # -- hand-over ---------------------------------------------------------------------------
 
@@ -106,7 +180,10 @@ class MimoRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
             return
         kv = req.kv
-        self.accounting.admitted(req, kv.cache_protected_len)
+        cached = kv.cache_protected_len
+        anchor = self._anchor(req, cached)
+        if self.accounting.admitted(req, cached) and anchor is not None:
+            self.order.used(anchor)
         self._keep_alive(req)
         # A bigram key (EAGLE) is one shorter than the tokens it spans.
         extra = int(self.tree_core.is_eagle)
@@ -118,6 +195,9 @@ class MimoRadixCache(UnifiedRadixCache):  # type: ignore[misc]
                 until = up_to if segment.end == last else segment.end + extra
                 super().checkpoint_into_tree(req, up_to=until, **kwargs)
                 self.accounting.kept(segment)
+                pages = (segment.end - segment.start) // self.page_size
+                self.order.add(req.last_node, anchor, segment.end, pages, segment.cls)
+                anchor = req.last_node
             if not segments:
                 super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
         if req.swa_branching_seqlen is not None and req.swa_branching_seqlen <= last:
@@ -134,6 +214,20 @@ class MimoRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         setattr(req, _KEPT, True)
         if req.kv.cache_protected_len:
             keep_alive(self.tree_core, req.last_node, self.group.window_blocks)
+
+    def _anchor(self, req: Any, cached: int) -> int | None:
+        """The checkpoint that ``req`` goes on from; where it parted from others, it is one now."""
+        if cached == 0:
+            return None
+        node_id: int = req.last_node
+        if node_id not in self.order:
+            ((*path, last),) = self.tree_core.collect_path_info([node_id])
+            if last.path_end != cached:
+                return self.order.nearest([node.node_id for node in path])
+            before = self.order.nearest([node.node_id for node in path])
+            pages = (last.path_end - last.path_start) // self.page_size
+            self.order.add(node_id, before, cached, pages, retention.JUNCTION)
+        return node_id
 
     @contextmanager
     def _cutting(self) -> Iterator[None]:
