@@ -199,8 +199,8 @@ def test_another_loader_is_left_alone_or_refused(config_of, caplog):
     with pytest.raises(FeatureUnavailable, match="'opencv'.*fix: drop it"):
         config_of(**chosen)
     config = config_of(mimo={}, **chosen)
-    written = config.model_config.multimodal_config.media_io_kwargs
-    assert written["video"] == chosen["media_io_kwargs"]["video"]
+    left = config.model_config.multimodal_config.media_io_kwargs["video"]
+    assert left == chosen["media_io_kwargs"]["video"]
     features = config.additional_config["mimo"]["features"]
     assert "vision" in features and "video" not in features
     assert "leaves out feature 'video'" in caplog.text

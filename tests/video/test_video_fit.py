@@ -141,11 +141,9 @@ def test_unused_where_no_videos_come(config):
     config.model_config.multimodal_config.limits["video"] = 0
     assert fit.unused(config)
     config.model_config.multimodal_config.limits.clear()
-    config.ec_transfer_config = Fake(
-        is_encode_only=False, ec_role="ec_consumer", ec_connector="Theirs"
-    )
+    config.additional_config = {"mimo": {"vision": {"backend": "triton"}}}
     assert fit.unused(config)  # vision says why
-    config.ec_transfer_config = None
+    config.additional_config = {"mimo": {"vision": {}}}
     assert not fit.unused(config)
     config.model_config.architectures = ["MiMoV2FlashForCausalLM"]
     assert fit.unused(config)

@@ -149,7 +149,8 @@ def _encoded_values(spec: PixelSpec, dtype: str) -> Any:
     if dtype in ("float32", "uint8"):
         return values.astype(dtype)
     if dtype == "float16":
-        return values.astype(np.float16).view(np.uint16)
+        with np.errstate(over="ignore"):  # too large becomes infinite
+            return values.astype(np.float16).view(np.uint16)
     bits = values.copy().view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
