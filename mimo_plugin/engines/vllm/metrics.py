@@ -96,16 +96,20 @@ def _logger_class() -> type:
             engine_idx: int = 0,
         ) -> None:
             payload = take_payload(scheduler_stats)
-            for found in (payload, VISION_REPORT.drain(), VIDEO_REPORT.drain()):
-                if found is not None:
-                    self.sink.apply(found, engine_idx)
+            if payload is not None:
+                self.sink.apply(payload, engine_idx)
+            self._take(engine_idx, VISION_REPORT, VIDEO_REPORT)
             self.log()
 
         def log(self) -> None:
             """What belongs to the process goes to its first engine; also when none works."""
-            found = MEDIA_REPORT.drain()
-            if found is not None:
-                self.sink.apply(found, self.first_engine)
+            self._take(self.first_engine, MEDIA_REPORT, VISION_REPORT, VIDEO_REPORT)
+
+        def _take(self, engine_idx: int, *reports: Any) -> None:
+            for report in reports:
+                found = report.drain()
+                if found is not None:
+                    self.sink.apply(found, engine_idx)
 
         def log_engine_initialized(self) -> None:
             pass
