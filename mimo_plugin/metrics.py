@@ -233,6 +233,12 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     _spec(
         "counter",
+        "vision_encode_seconds",
+        "Host time of the vision tower behind them; on a GPU that of the launches.",
+        _BACKEND,
+    ),
+    _spec(
+        "counter",
         "video_files",
         "Videos read, whose frames travel as pixels or, resized by the loader, as patch rows.",
         {"form": PIXEL_FORMS},

@@ -29,7 +29,7 @@ def test_totals_of_another_process_are_read_as_differences(tmp_path):
         "from mimo_plugin.engines.vllm.vision.board import BoardWriter\n"
         "board = BoardWriter(Path(sys.argv[1]))\n"
         "for line in sys.stdin:\n"
-        "    board.add('cpu', (1, 3, 0.5)); print('added', flush=True)\n"
+        "    board.add('cpu', (1, 3, 0.5, 0.25)); print('added', flush=True)\n"
     )
     worker = subprocess.Popen(
         [sys.executable, "-c", code, str(path)],
@@ -47,6 +47,7 @@ def test_totals_of_another_process_are_read_as_differences(tmp_path):
                 ("vision_kernel_passes", "cpu"): times,
                 ("vision_kernel_items", "cpu"): 3 * times,
                 ("vision_kernel_seconds", "cpu"): 0.5 * times,
+                ("vision_encode_seconds", "cpu"): 0.25 * times,
             }
             assert reader.drain() is None
         assert not path.exists(), "nothing is left in shared memory once it was found"

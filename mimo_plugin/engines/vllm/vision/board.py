@@ -19,7 +19,12 @@ from typing import Any
 from mimo_plugin.engines.vllm.vision.setup import setup_of
 from mimo_plugin.metrics import PIXEL_BACKENDS, MetricsBuffer
 
-NAMES = ("vision_kernel_passes", "vision_kernel_items", "vision_kernel_seconds")
+NAMES = (
+    "vision_kernel_passes",
+    "vision_kernel_items",
+    "vision_kernel_seconds",
+    "vision_encode_seconds",
+)
 """Counters on the board, for each backend."""
 
 _SLOTS = len(NAMES) * len(PIXEL_BACKENDS)

@@ -53,9 +53,23 @@ class VisionReport:
         """Time one pass over the items of an encoder batch; on a GPU that is the launch only."""
         started = time.perf_counter()
         yield
+        self._work(backend, 1, items, time.perf_counter() - started, 0.0)
+
+    @contextmanager
+    def encoder(self, backend: str) -> Iterator[None]:
+        """Time the vision tower over a batch; on a GPU that is the launches only.
+
+        Args:
+            backend: what made the patch rows of the batch.
+        """
+        started = time.perf_counter()
+        yield
+        self._work(backend, 0, 0, 0.0, time.perf_counter() - started)
+
+    def _work(self, backend: str, *values: float) -> None:
         if self.board is not None:
             with self._lock:
-                self.board.add(backend, (1, items, time.perf_counter() - started))
+                self.board.add(backend, values)
 
     def drain(self) -> dict[str, Any] | None:
         """Everything since the last call, None when nothing happened."""

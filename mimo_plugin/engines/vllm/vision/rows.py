@@ -32,7 +32,12 @@ class MakesRows:
 
     def embed_multimodal(self, **kwargs: object) -> Any:
         """Embeddings of the media of a batch, one tensor an item."""
-        return super().embed_multimodal(**self.with_rows(kwargs))  # type: ignore[misc]
+        given = self.with_rows(kwargs)
+        rows = next((given[name] for name in _ROWS.values() if name in given), None)
+        if not isinstance(rows, torch.Tensor):  # nothing for the tower to do
+            return super().embed_multimodal(**given)  # type: ignore[misc]
+        with REPORT.encoder(chosen_backend(rows.device, self.vision_setup.config.backend)):
+            return super().embed_multimodal(**given)  # type: ignore[misc]
 
     def with_rows(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The fields of a batch as upstream knows them, in the order in which they came."""
