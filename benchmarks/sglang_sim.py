@@ -91,6 +91,7 @@ class SglangSimulator:
         self.chunked: _Running | None = None
         self.seen: set[int] = set()
         self._serial = 0
+        self._contents = Contents(self) if check else None
 
     def _make_cache(self, settings: dict[str, Any] | None) -> Any:
         import torch
@@ -173,6 +174,8 @@ class SglangSimulator:
             origin_input_ids=array("q", prompt),
             sampling_params=SamplingParams(max_new_tokens=len(output)),
         )
+        if self._contents is not None:
+            self._contents.plan(req, output)
         self.waiting.append(_Running(req, session, output))
 
     def _pages(self, tokens: list[int]) -> Iterable[int]:
@@ -211,6 +214,9 @@ class SglangSimulator:
         batch: list[_Running] = []
         if self.chunked is not None:
             item = self.chunked
+            room = budget.available_chunk_tokens(room) or 0
+            if room < self.pools.page_tokens:
+                return []  # running requests go on until there is room
             self._extend_to(item, room)
             budget.reserve(item.req.extend_end - item.req.prefix_len, len(item.output))
             room -= item.req.extend_end - item.req.prefix_len
@@ -305,6 +311,9 @@ class SglangSimulator:
         assert slots is not None, "admission let in what does not fit"
         self.rows.write((req.kv.req_pool_idx, slice(start, end)), slots.int())
         req.kv.kv_allocated_len = req.kv.kv_committed_len = end
+        if self._contents is not None:
+            self._contents.check(req, start)
+            self._contents.write(req, start, slots)
 
     def _emit(self, item: _Running) -> None:
         from sglang.srt.managers.schedule_batch import FINISH_LENGTH
@@ -395,6 +404,53 @@ class SglangSimulator:
         self.check = True
         self._check_pools()
         self.cache.sanity_check()
+
+
+class Contents:
+    """What each slot of both pools holds: a number for the tokens up to and with its own.
+
+    Before a request grows, everything it is going to read must be its own.
+    """
+
+    def __init__(self, simulator: SglangSimulator) -> None:
+        import torch
+
+        pools = simulator.pools
+        self.full = torch.zeros(pools.full_tokens + pools.page_tokens, dtype=torch.int64)
+        self.swa = torch.zeros(pools.swa_tokens + pools.page_tokens, dtype=torch.int64)
+        self.simulator = simulator
+        self.mapping = simulator.allocator.full_to_swa_index_mapping
+        self.chains: dict[str, list[int]] = {}
+        self.checked = 0
+
+    def plan(self, req: Any, output: list[int]) -> None:
+        """A request that will answer with ``output``."""
+        chain, chains = 1, []
+        for token in (*req.origin_input_ids, *output):
+            chain = (chain * 1_000_003 + token + 1) % (1 << 61)
+            chains.append(chain)
+        self.chains[req.rid] = chains
+
+    def write(self, req: Any, start: int, slots: Any) -> None:
+        """KV of ``req`` from ``start`` on is computed into ``slots``."""
+        import torch
+
+        values = torch.tensor(self.chains[req.rid][start : start + len(slots)])
+        self.full[slots] = values
+        self.swa[self.mapping[slots]] = values
+
+    def check(self, req: Any, length: int) -> None:
+        """All full KV below ``length`` and the window before it are those of ``req``."""
+        import torch
+
+        wanted = torch.tensor(self.chains[req.rid][:length], dtype=torch.int64)
+        row = self.simulator.rows.req_to_token[req.kv.req_pool_idx, :length].long()
+        first = max(0, length - self.simulator.pools.window_tokens)
+        assert torch.equal(self.full[row], wanted), f"{req.rid}: full KV of another request"
+        window = self.mapping[row[first:]]
+        assert bool((window > 0).all()), f"{req.rid}: a hole in the window"
+        assert torch.equal(self.swa[window], wanted[first:]), f"{req.rid}: another's window"
+        self.checked += 1
 
 
 def play(

@@ -244,7 +244,7 @@ _KV_ROWS: tuple[Contract, ...] = (
         "srt.mem_cache.unified_cache.unified_tree_core_interface",
         "TreePathNodeInfo",
         "which checkpoint a request goes on from",
-        has="node_id path_start path_end",
+        has="node_id path_start path_end num_children",
     ),
     _kv_call("srt.runtime_context", "get_serving", "labels of the metrics"),
     _kv_call("srt.runtime_context", "get_parallel", "which rank writes metrics"),

@@ -34,6 +34,9 @@ _KEPT = "mimo_kept_alive"
 #: up to these parts of the pool, of any checkpoints, and of those that were passed or replaced.
 EVICT_ANY, EVICT_CHEAP = 32, 8
 
+#: checkpoints on record at which dead ones are looked for; later at twice as many as were alive
+SWEEP_AT = 1024
+
 
 class SegmentedSWAComponent(SWAComponent):  # type: ignore[misc]
     """``SWAComponent`` that leaves it to the cache where a request's KV is cut."""
@@ -89,6 +92,7 @@ class MimoRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         self.group = group
         self.start_ids = start_ids
         self.accounting = accounting
+        self._sweep_at = SWEEP_AT
         self.order: CheckpointOrder[int] = CheckpointOrder(group.block_size_tokens)
 
     def _reset_full(self) -> None:
@@ -198,6 +202,8 @@ class MimoRadixCache(UnifiedRadixCache):  # type: ignore[misc]
                 pages = (segment.end - segment.start) // self.page_size
                 self.order.add(req.last_node, anchor, segment.end, pages, segment.cls)
                 anchor = req.last_node
+            if len(self.order) > self._sweep_at:
+                self._sweep()
             if not segments:
                 super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
         if req.swa_branching_seqlen is not None and req.swa_branching_seqlen <= last:
@@ -215,6 +221,12 @@ class MimoRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         if req.kv.cache_protected_len:
             keep_alive(self.tree_core, req.last_node, self.group.window_blocks)
 
+    def _sweep(self) -> None:
+        """Forget checkpoints that went with full KV, of which nobody is told."""
+        for node_id in self.order.ids():
+            self._window_tokens(node_id)
+        self._sweep_at = max(SWEEP_AT, 2 * len(self.order))
+
     def _anchor(self, req: Any, cached: int) -> int | None:
         """The checkpoint that ``req`` goes on from; where it parted from others, it is one now."""
         if cached == 0:
@@ -226,7 +238,8 @@ class MimoRadixCache(UnifiedRadixCache):  # type: ignore[misc]
                 return self.order.nearest([node.node_id for node in path])
             before = self.order.nearest([node.node_id for node in path])
             pages = (last.path_end - last.path_start) // self.page_size
-            self.order.add(node_id, before, cached, pages, retention.JUNCTION)
+            cls = retention.JUNCTION if last.num_children else retention.TURN_END
+            self.order.add(node_id, before, cached, pages, cls)
         return node_id
 
     @contextmanager
