@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from integration_tests.sglang_local import LocalSglang
+from tools.server import SglangServer
 
 MESSAGE_START = 1
 FIRST_TOKEN, LAST_TOKEN = 300, 1000
@@ -58,7 +58,7 @@ def tokens(seed: int, count: int) -> list[int]:
 class Player:
     """Plays the script on one server."""
 
-    def __init__(self, server: LocalSglang) -> None:
+    def __init__(self, server: SglangServer) -> None:
         self.server = server
         self.record = Record()
 
@@ -162,9 +162,9 @@ class Player:
             "mimo:evicted_blocks_total",
             "mimo:checkpoints_created_total",
         ):
-            record.metrics[name] = server.metric(name)
+            record.metrics[name] = server.metric(name) or 0.0
         # Checked while idle: leaks, double frees and the tree itself end the process.
         server.flush()
         record.alive = server.alive()
-        record.log = server.text()
+        record.log = server.log_text()
         return record

@@ -11,18 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from integration_tests.conftest import ModelFactory
-from integration_tests.sglang_local import COMMAND, STRICT, LocalSglang, refused
+from integration_tests.conftest import ModelFactory, ServerFactory
+from integration_tests.sglang_local import STRICT, refused
 from integration_tests.sglang_script import LONG_PREFIXES, Player, Record, Reply
+from integration_tests.side_by_side import start_all
 
-pytestmark = [
-    pytest.mark.sglang,
-    pytest.mark.slow,
-    pytest.mark.skipif(not COMMAND.exists(), reason="no .venv-sglang in this checkout"),
-]
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 PAGE, WINDOW = 16, 128
-POOLS = ("--max-total-tokens=4096", "--swa-full-tokens-ratio=0.5", "--enable-metrics")
+POOLS = ("--max-total-tokens=4096",)
 TOLERANCE = 1e-4
 
 
@@ -31,23 +28,32 @@ def model(tiny_model_factory: ModelFactory) -> Path:
     return tiny_model_factory(own_config=True, v_head_dim=24, window_tokens=WINDOW)
 
 
-def record(model: Path, log: Path, *arguments: str) -> Record:
-    with LocalSglang(model, *POOLS, *arguments, log=log, extra=STRICT) as server:
+@pytest.fixture(scope="module")
+def records(model: Path, serve_sglang: ServerFactory) -> dict[str, Record]:
+    """What stock and plugin answered to the same script, one after the other."""
+    servers = start_all(
+        {
+            "stock": lambda: serve_sglang(model, *POOLS, environment=STRICT),
+            "plugin": lambda: serve_sglang(model, *POOLS, plugin="mimo:kv", environment=STRICT),
+        }
+    )
+    found = {}
+    for name, server in servers.items():
         player = Player(server)
         player.play()
         player.press()
-        return player.finish()
+        found[name] = player.finish()
+    return found
 
 
 @pytest.fixture(scope="module")
-def stock(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Record:
-    return record(model, tmp_path_factory.mktemp("sglang") / "stock.log")
+def stock(records: dict[str, Record]) -> Record:
+    return records["stock"]
 
 
 @pytest.fixture(scope="module")
-def plugin(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Record:
-    log = tmp_path_factory.mktemp("sglang") / "plugin.log"
-    return record(model, log, "--plugin", "mimo:kv")
+def plugin(records: dict[str, Record]) -> Record:
+    return records["plugin"]
 
 
 def distance(one: Reply, other: Reply) -> float:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from integration_tests.sglang_local import STRICT
 from integration_tests.side_by_side import start_all
 from integration_tests.test_sglang_stock import generate, logprobs, prompt
 
@@ -24,7 +25,7 @@ def servers(serve_sglang, tiny_model_factory):
     return start_all(
         {
             "stock": lambda: serve_sglang(model, *ARGUMENTS),
-            "plugin": lambda: serve_sglang(model, *ARGUMENTS, plugin="mimo"),
+            "plugin": lambda: serve_sglang(model, *ARGUMENTS, plugin="mimo", environment=STRICT),
         }
     )
 

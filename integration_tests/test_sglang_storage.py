@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from integration_tests.sglang_local import STRICT
 from integration_tests.test_sglang_stock import WINDOW_TOKENS, generate, logprobs, prompt
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
@@ -86,7 +87,7 @@ def same(warm, cold):
 def test_prompts_survive_the_server(serve_sglang, tiny_model_factory, tmp_path):
     model = tiny_model_factory(own_config=True, v_head_dim=24, window_tokens=WINDOW_TOKENS)
     hot, cold, holed = 11, 12, 13
-    first = serve_sglang(model, *arguments(tmp_path), plugin="mimo:kv")
+    first = serve_sglang(model, *arguments(tmp_path), plugin="mimo:kv", environment=STRICT)
     (hot_answer, cold_answer) = store(first, tmp_path, hot, cold)
     store(first, tmp_path, 21, 22, 23)
     # The device answers with the hot prompt, which renews it in the store.
@@ -97,7 +98,7 @@ def test_prompts_survive_the_server(serve_sglang, tiny_model_factory, tmp_path):
     first.stop()
 
     newest_window_page(tmp_path).unlink()
-    second = serve_sglang(model, *arguments(tmp_path), plugin="mimo:kv")
+    second = serve_sglang(model, *arguments(tmp_path), plugin="mimo:kv", environment=STRICT)
     warm = generate(second, prompt(hot, PROMPT_TOKENS))
     assert warm["meta_info"]["cached_tokens_details"]["storage"] == WHOLE_TOKENS
     same(warm, hot_answer)

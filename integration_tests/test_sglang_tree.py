@@ -6,16 +6,17 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from integration_tests.sglang_local import PYTHON, REPOSITORY, environment
+from integration_tests.sglang_local import TREE_CHECK
+from tools.server import engine_environment
 
-pytestmark = [
-    pytest.mark.sglang,
-    pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-sglang in this checkout"),
-]
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_random_histories() -> None:
@@ -23,9 +24,17 @@ def test_random_histories() -> None:
     explore = os.environ.get("MIMO_HYPOTHESIS") == "explore"
     first = int.from_bytes(os.urandom(3), "big") if explore else 0
     done = subprocess.run(
-        [str(PYTHON), "-W", "ignore", "-m", "integration_tests.sglang_histories", str(first), "16"],
-        cwd=REPOSITORY,
-        env=environment({"SGLANG_ENABLE_TREE_CACHE_SANITY_CHECK": "1"}),
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "integration_tests.sglang_histories",
+            str(first),
+            "16",
+        ],
+        cwd=ROOT,
+        env=engine_environment(TREE_CHECK),
         capture_output=True,
         text=True,
         timeout=600,

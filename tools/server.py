@@ -49,7 +49,6 @@ SGLANG_CPU_ARGUMENTS = (
     "--mem-fraction-static=0.3",
     "--sampling-backend=pytorch",
     "--disable-cuda-graph",
-    "--disable-overlap-schedule",
     "--watchdog-timeout=3000",
 )
 """What ``sglang serve`` needs on the reference platform of ``integration_tests/sglang_cpu``."""
@@ -323,6 +322,18 @@ class SglangServer(EngineServer):
     def _serve(self) -> list[str]:
         needed = SGLANG_CPU_ARGUMENTS if has_reference_platform() else ()
         return [*sglang_command(), "serve", "--model-path", self.model, *needed]
+
+    def flush(self, timeout_s: float = 30.0) -> None:
+        """Empty the cache, which only an idle engine does."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                self._open("POST", "/flush_cache", None, timeout_s)[0].close()
+                return
+            except ServerError:
+                if time.monotonic() > deadline or not self.alive():
+                    raise
+                time.sleep(0.5)
 
 
 def kill_group(group: int) -> None:

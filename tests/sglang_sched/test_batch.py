@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from mimo_plugin.core.lanes import Lane
 from mimo_plugin.engines.sglang.sched.batch import (
     LEAST_SAVED_TOKENS,
+    RecentBatches,
     awaits_leader,
     chunk_limit_tokens,
     common_tokens,
@@ -88,6 +89,30 @@ def test_the_last_token_is_always_computed():
     """An equal prompt can reuse all but its last page."""
     same = follower(((1, 80),), hit=64)
     assert not waits(same, leader(((1, 80),), start=0, end=80), dense=True)
+
+
+def test_a_batch_whose_results_are_not_there_yet_is_waited_for():
+    """The overlap schedule fills a batch before the one before it has left its KV in the tree."""
+    recent, first, second = RecentBatches(), [], []
+    recent.note(first)
+    first.append(leader())  # the list grows while the batch is filled
+    recent.note(first)
+    recent.note(second)
+    assert list(recent.pending()) == first
+    assert awaits_leader(follower(), recent.pending(), PAGE, dense=True)
+    first[0].prefix_len = first[0].extend_end  # taken over into the tree
+    assert not list(recent.pending())
+    first[0].prefix_len, first[0].extend_end = 0, None  # or given back
+    assert not list(recent.pending())
+
+
+def test_batches_long_ago_are_forgotten():
+    """A request that was given up must not hold others back for ever."""
+    recent, gone = RecentBatches(), leader()
+    recent.note([gone])
+    for _ in range(4):
+        recent.note([])
+    assert not list(recent.pending())
 
 
 @given(st.lists(st.integers(0, 3), max_size=1500), st.lists(st.integers(0, 3), max_size=1500))

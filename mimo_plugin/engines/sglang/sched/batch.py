@@ -9,7 +9,8 @@ so that all who come later wait for its end, whatever their length.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,30 @@ LEAST_SAVED_TOKENS = 64
 
 MAX_LEADERS = 32
 """Requests of a batch that one that wants to join is compared with."""
+
+
+class RecentBatches:
+    """Requests of the last batches whose KV is not in the tree yet.
+
+    With its overlap schedule SGLang fills a batch before it has taken over the results of the one
+    before. What a request of that one computes can't be hit yet, and is worth waiting for all the
+    same.
+    """
+
+    def __init__(self) -> None:
+        self._batches: deque[Sequence[Any]] = deque(maxlen=4)
+
+    def note(self, members: Sequence[Any]) -> None:
+        """A batch; the list may still grow. Noting the latest one again changes nothing."""
+        if not self._batches or self._batches[-1] is not members:
+            self._batches.append(members)
+
+    def pending(self) -> Iterator[Any]:
+        """Requests that have not handed over what they compute, the latest batch first."""
+        for members in reversed(self._batches):
+            for request in members:
+                if request.extend_end is not None and request.prefix_len < request.extend_end:
+                    yield request
 
 
 def common_tokens(a: Sequence[int], b: Sequence[int]) -> int:
@@ -44,7 +69,8 @@ def awaits_leader(request: Any, batch: Iterable[Any], page_size: int, *, dense: 
 
     Args:
         request: after its look-up: ``prefix_len`` and ``host_hit_length`` are what it found.
-        batch: requests of the batch; each computes from its ``prefix_len`` to its ``extend_end``.
+        batch: requests of the batch, and of those before it that are not done; each computes from
+            its ``prefix_len`` to its ``extend_end``.
         page_size: tokens of a page.
         dense: a leader leaves KV at every page from which a request can resume; otherwise only at
             the end of what it computes in the batch.

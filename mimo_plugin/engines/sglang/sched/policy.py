@@ -28,6 +28,7 @@ from mimo_plugin.core.affinity import FCFS, OVERDUE, PREEMPTED, AffinityRule, Co
 from mimo_plugin.core.lanes import Lane
 from mimo_plugin.engines.sglang import register
 from mimo_plugin.engines.sglang.sched.batch import (
+    RecentBatches,
     awaits_leader,
     chunk_limit_tokens,
     shorter_tokens,
@@ -97,6 +98,7 @@ class AffinityPolicy(SchedulePolicy):  # type: ignore[misc]
             self._dense = _settings.dense
             self._dedupes = config.dedupe and config.mode != FCFS
             self._skips_left = 0
+            self._recent = RecentBatches()
             _active = self
             register.log_active(register.SCHEDULER_ROLE, _settings.whole)
 
@@ -123,6 +125,7 @@ class AffinityPolicy(SchedulePolicy):  # type: ignore[misc]
                 chunked_req, waiting_queue, budget, page_size
             )
             return limit
+        self._recent.note((chunked_req,))
         left = len(chunked_req.full_untruncated_fill_ids) - chunked_req.prefix_len
         return chunk_limit_tokens(
             left,
@@ -138,12 +141,14 @@ class AffinityPolicy(SchedulePolicy):  # type: ignore[misc]
     def leave_out(self, request: Any, adder: Any) -> bool:
         """Whether a request lets this batch go without it; those behind it are tried."""
         assert self.affinity is not None
+        self._recent.note(adder.can_run_list)
         entry = self.affinity.entry_of(request)
         if not self._dedupes or self._skips_left == 0 or entry is None:
             return False
         if entry.group in (PREEMPTED, OVERDUE):
             return False
-        if not awaits_leader(request, adder.can_run_list, adder.page_size, dense=self._dense):
+        leaders = self._recent.pending()
+        if not awaits_leader(request, leaders, adder.page_size, dense=self._dense):
             return False
         self._skips_left -= 1
         return True
