@@ -92,7 +92,7 @@ _SGLANG_TESTS = "integration_tests/test_sglang_*.py"
 TIERS = (
     Tier("unit", ("tests",), CONTRACT_PATHS, 900.0, parallel=True),
     Tier("contracts", CONTRACT_PATHS, (), 900.0, parallel=True),
-    Tier("engine", ("integration_tests",), (_SGLANG_TESTS,), 2400.0),
+    Tier("engine", ("integration_tests",), (_SGLANG_TESTS,), 2700.0),
     Tier("sglang", (_SGLANG_TESTS,), (), 1200.0, python=SGLANG_PYTHON),
 )
 
