@@ -6,9 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mimo_plugin.config_values import Validator, number, one_of, section, whole, whole_or_none
-from mimo_plugin.core.frames import SPREADS
 
 FRAME_RULES = ("checkpoint", "stock")
+SPREADS = ("ends", "steps", "time")
+"""Those of ``core.frames``, which an engine without the plugin does not import."""
 
 
 @dataclass(frozen=True, kw_only=True)

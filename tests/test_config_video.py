@@ -55,3 +55,11 @@ def test_bad_values_name_setting_value_and_range(key, allowed, values):
     for value in values:
         text = refused({key: value})
         assert f"mimo.video.{key}" in text and allowed in text
+
+
+def test_spreads_are_those_of_the_rules():
+    """Written twice, because the configuration imports no rules."""
+    from mimo_plugin import config_video
+    from mimo_plugin.core import frames
+
+    assert config_video.SPREADS == frames.SPREADS

@@ -584,3 +584,16 @@ def test_version_errors(distributions, owners, versions, words):
     with pytest.raises(MimoError, match=words) as caught:
         version.require_supported()
     assert "fix:" in str(caught.value)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_switch_alone_loads_no_part_of_a_feature(engine):
+    """Installed and off: what decides, what decodes and what computes stays out of the process."""
+    code = (
+        "import sys\n"
+        f"import mimo_plugin.engines.{engine}.switch, mimo_plugin.engines.{engine}.register\n"
+        "parts = tuple(f'mimo_plugin.{p}' for p in ('core', 'media', 'kernels', 'tiers'))\n"
+        "print([m for m in sys.modules if m.startswith(parts) or m in ('numpy', 'torch')])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

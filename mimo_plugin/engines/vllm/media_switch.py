@@ -13,7 +13,6 @@ from typing import Any
 
 from mimo_plugin.config_vision import VisionConfig
 from mimo_plugin.contracts.vllm_media import MEDIA_POOL
-from mimo_plugin.engines.vllm.media_pool import remember, settings_of
 from mimo_plugin.errors import ContractError
 
 VARIABLE = "VLLM_MEDIA_CONNECTOR"
@@ -56,6 +55,8 @@ def switch_on(
     lacks what the pool relies on; the log says so. The settings of the pool hold in any case, for
     the jobs of others.
     """
+    from mimo_plugin.engines.vllm.media_pool import remember, settings_of  # not where it is off
+
     settings = settings_of(config, vllm_config.parallel_config._api_process_count)
     token = remember(settings)
     if config.decode == "stock":
