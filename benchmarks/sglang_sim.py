@@ -485,7 +485,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--mix", choices=sorted(MIXES), default="mix")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--full", type=int, default=150_000)
-    parser.add_argument("--swa", type=int, default=30_000)
+    parser.add_argument("--swa", type=int, default=19_200)
     parser.add_argument("--together", type=int, default=4)
     parser.add_argument("--kv", default="{}", help="the plugin's section kv")
     parser.add_argument("--only", choices=("stock", "plugin"))
