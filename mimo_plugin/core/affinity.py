@@ -91,6 +91,26 @@ class AffinityRule:
     by_priority: bool = False
     lanes: tuple[Lane, ...] = ()
 
+    @classmethod
+    def of(cls, settings: Any, lanes: tuple[Lane, ...], *, by_priority: bool) -> AffinityRule:
+        """The rule that the settings of the feature ask for.
+
+        Args:
+            settings: has the fields of ``config.SchedulerConfig``.
+            lanes: its lanes, as the rule takes them.
+            by_priority: the engine runs with priority scheduling.
+        """
+        return cls(
+            mode=settings.mode,
+            age_credit=settings.age_credit,
+            long_tokens=settings.long_tokens,
+            long_growth=settings.long_growth,
+            hit_weight=settings.hit_weight,
+            max_wait_s=settings.max_wait_s,
+            by_priority=by_priority,
+            lanes=lanes,
+        )
+
     def rate_index(self, uncached_tokens: int) -> int:
         """Which rate a prefill of this length ages at; 0 is the plain one."""
         if self.mode != COST or uncached_tokens <= self.long_tokens:

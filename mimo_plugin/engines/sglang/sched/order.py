@@ -146,22 +146,20 @@ class AffinityOrder:
     def _refresh(self) -> None:
         """Look up what a pass may; the first of the line last, so that its hit is the youngest."""
         budget = self._look_ups_per_pass
-        chosen: dict[int, Waiting] = {}
+        chosen: set[Waiting] = set()
         while self._unseen and len(chosen) < budget:
             entry = self._unseen.popleft()
             if entry.queued:
-                chosen[id(entry)] = entry
+                chosen.add(entry)
                 self._turn.append(entry)
         rest = budget - len(chosen)
-        for entry in list(islice(self.line.ready(), (rest + 1) // 2)):
-            chosen[id(entry)] = entry
+        chosen.update(islice(self.line.ready(), (rest + 1) // 2))
         for _ in range(min(rest // 2, len(self._turn))):
             entry = self._turn.popleft()
             if entry.queued:
-                chosen[id(entry)] = entry
+                chosen.add(entry)
                 self._turn.append(entry)
-        position = {id(entry): at for at, entry in enumerate(self.line.ready())}
-        for entry in sorted(chosen.values(), key=lambda e: -position[id(e)]):
+        for entry in reversed([entry for entry in self.line.ready() if entry in chosen]):
             hit_tokens = self._look_up(entry.item)
             if hit_tokens != entry.hit_tokens:
                 self.line.rescore(entry, hit_tokens)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import sglang.srt.managers.scheduler as scheduler_module
@@ -168,15 +169,9 @@ def _make_order(settings: _Settings, policy: SchedulePolicy) -> AffinityOrder:
     clock = (
         Clock.seconds(config.max_wait_s) if alone else Clock.tokens(float(MAX_WAIT_CHUNKS * chunk))
     )
-    rule = AffinityRule(
-        mode=config.mode,
-        age_credit=config.age_credit,
-        long_tokens=config.long_tokens,
-        long_growth=config.long_growth,
-        hit_weight=config.hit_weight,
+    rule = replace(
+        AffinityRule.of(config, settings.lanes, by_priority=policy.enable_priority_scheduling),
         max_wait_s=clock.max_wait,
-        by_priority=policy.enable_priority_scheduling,
-        lanes=settings.lanes,
     )
     tree = policy.tree_cache
 

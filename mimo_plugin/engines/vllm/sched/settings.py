@@ -38,16 +38,7 @@ class SchedSettings(SchedulerConfig):
 
     def rule(self, *, by_priority: bool) -> AffinityRule:
         """The order of the line."""
-        return AffinityRule(
-            mode=self.mode,
-            age_credit=self.age_credit,
-            long_tokens=self.long_tokens,
-            long_growth=self.long_growth,
-            hit_weight=self.hit_weight,
-            max_wait_s=self.max_wait_s,
-            by_priority=by_priority,
-            lanes=self.lanes,
-        )
+        return AffinityRule.of(self, self.lanes, by_priority=by_priority)
 
 
 def resolve_sched_settings(config: SchedulerConfig, vllm_config: Any) -> SchedSettings:
