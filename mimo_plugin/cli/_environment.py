@@ -95,7 +95,7 @@ def _check_command(owner: str, version: str) -> list[Finding]:
             "vllm command",
             f"the package comes from {owner}; without a distribution called vllm the command "
             "`vllm` ends with PackageNotFoundError",
-            f"add a metadata-only distribution vllm {version} (`python tools/setup_vllm.py` in a "
+            f"add a metadata-only distribution vllm {version} (`python -m tools.setup_vllm` in a "
             "checkout of this project), or use `python -m vllm.entrypoints.openai.api_server`",
         )
     ]
