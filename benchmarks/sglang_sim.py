@@ -6,25 +6,22 @@ prefill budget, the hand-over of a request's KV and its release. Made here: the 
 prefill batch or one decode batch, first come first served, one prompt in chunks at a time) and
 retraction (the request with the shortest output goes back to the queue). Nothing is computed.
 
-Needs the environment of SGLang: ``.venv-sglang/bin/python -m benchmarks.sglang_sim``.
+Needs the environment of SGLang, ``.venv-sglang``.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import random
-import sys
 from array import array
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.workloads import LONG, MIX, Mix, Session, sessions
+from benchmarks.sglang_check import Contents, check_pools
+from benchmarks.sglang_pools import Pools, Store, make_cache
+from benchmarks.workloads import Session
 
-MIXES: dict[str, Mix] = {"mix": MIX, "long": LONG}
 #: share of a running request's remaining output that admission keeps free
 _NEW_TOKEN_RATIO = 0.4
 
@@ -47,20 +44,6 @@ class Totals:
         return self.possible_tokens - self.hit_tokens
 
 
-@dataclass(frozen=True)
-class Pools:
-    """Sizes in tokens; a page belongs to one pool."""
-
-    full_tokens: int = 200_000
-    swa_tokens: int = 40_000
-    page_tokens: int = 16
-    window_tokens: int = 128
-    chunk_tokens: int = 2048
-    max_running: int = 16
-    #: tokens that a running request grows by in one decode step; many at once only saves time
-    decode_tokens: int = 16
-
-
 @dataclass
 class _Running:
     req: Any
@@ -72,18 +55,26 @@ class _Running:
 
 
 class SglangSimulator:
-    """One engine. ``settings`` is the plugin's section ``kv``; None is stock."""
+    """One engine.
 
-    def __init__(self, pools: Pools, settings: dict[str, Any] | None, check: bool = False) -> None:
-        from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+    Args:
+        pools: sizes.
+        settings: the plugin's section ``kv``; None is stock.
+        check: after each step account for every slot, and before each read for what is in it.
+        store: L3 below the cache, None: device only.
+    """
 
-        set_global_server_args_for_scheduler(
-            ServerArgs(model_path="dummy", page_size=pools.page_tokens, device="cpu")
-        )
+    def __init__(
+        self,
+        pools: Pools,
+        settings: dict[str, Any] | None,
+        check: bool = False,
+        store: Store | None = None,
+    ) -> None:
         self.pools = pools
         self.check = check
         self.totals = Totals()
-        self.cache = self._make_cache(settings)
+        self.cache = make_cache(pools, settings, store)
         self.allocator = self.cache.token_to_kv_pool_allocator
         self.rows = self.cache.req_to_token_pool
         self.waiting: deque[_Running] = deque()
@@ -92,73 +83,6 @@ class SglangSimulator:
         self.seen: set[int] = set()
         self._serial = 0
         self._contents = Contents(self) if check else None
-
-    def _make_cache(self, settings: dict[str, Any] | None) -> Any:
-        import torch
-        from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
-        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-        from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-        from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
-        from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-        from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-
-        pools = self.pools
-        kv = SWAKVPool(
-            size=pools.full_tokens,
-            size_swa=pools.swa_tokens,
-            page_size=pools.page_tokens,
-            dtype=torch.bfloat16,
-            head_num=1,
-            head_dim=1,
-            swa_attention_layer_ids=[1],
-            full_attention_layer_ids=[0],
-            device="cpu",
-        )
-        allocator = SWATokenToKVPoolAllocator(
-            size=pools.full_tokens,
-            size_swa=pools.swa_tokens,
-            page_size=pools.page_tokens,
-            dtype=torch.bfloat16,
-            device="cpu",
-            kvcache=kv,
-            need_sort=False,
-        )
-        rows = ReqToTokenPool(
-            size=pools.max_running + 1,
-            max_context_len=pools.full_tokens,
-            device="cpu",
-            enable_memory_saver=False,
-        )
-        params = CacheInitParams(
-            disable=False,
-            req_to_token_pool=rows,
-            token_to_kv_pool_allocator=allocator,
-            page_size=pools.page_tokens,
-            sliding_window_size=pools.window_tokens,
-            tree_components=(ComponentType.FULL, ComponentType.SWA),
-        )
-        if settings is None:
-            return UnifiedRadixCache(params)
-        from mimo_plugin.config import parse_config
-        from mimo_plugin.engines.sglang.kv.accounting import Accounting
-        from mimo_plugin.engines.sglang.kv.cache import MimoRadixCache
-        from mimo_plugin.engines.sglang.kv.settings import (
-            message_start_ids,
-            retention_rule,
-            swa_group,
-        )
-
-        config = parse_config({"kv": settings}, environ={}, engine="sglang")
-        assert config is not None
-        cache = MimoRadixCache(params)
-        group = swa_group(cache.sliding_window_size, cache.page_size)
-        cache.configure(
-            rule=retention_rule(config.kv, group),
-            group=group,
-            start_ids=message_start_ids(config.kv, lambda: None),
-            accounting=Accounting(None, cache.page_size),
-        )
-        return cache
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -193,6 +117,11 @@ class SglangSimulator:
             hit += self.pools.page_tokens
         return hit
 
+    @property
+    def busy(self) -> bool:
+        """Whether there is a request that has not ended."""
+        return bool(self.waiting or self.running or self.chunked)
+
     # -- steps -------------------------------------------------------------------------------
 
     def step(self) -> list[_Running]:
@@ -201,7 +130,7 @@ class SglangSimulator:
         batch = self._admit()
         ended = self._prefill(batch) if batch else self._decode()
         if self.check:
-            self._check_pools()
+            check_pools(self)
         return ended
 
     def _admit(self) -> list[_Running]:
@@ -379,78 +308,12 @@ class SglangSimulator:
 
     # -- checks ------------------------------------------------------------------------------
 
-    def _check_pools(self) -> None:
-        """Every slot is free, in the tree, or a running request's own: none lost, none twice."""
-        from sglang.srt.managers.scheduler_components.pool_stats_observer import (
-            kv_private_swa_tokens,
-            kv_private_tokens,
-        )
-
-        page = self.pools.page_tokens
-        owners = [item.req.kv for item in self.running]
-        if self.chunked is not None:
-            owners.append(self.chunked.req.kv)
-        full = sum(kv_private_tokens(kv, page) for kv in owners)
-        swa = sum(kv_private_swa_tokens(kv, page) for kv in owners)
-        cache, allocator = self.cache, self.allocator
-        full += cache.full_evictable_size() + cache.full_protected_size()
-        swa += cache.swa_evictable_size() + cache.swa_protected_size()
-        assert full + allocator.full_available_size() == self.pools.full_tokens
-        assert swa + allocator.swa_available_size() == self.pools.swa_tokens
-
     def finish(self) -> None:
         """Check the tree and the pools once nothing runs."""
-        assert not (self.waiting or self.running or self.chunked)
+        assert not self.busy
         self.check = True
-        self._check_pools()
+        check_pools(self)
         self.cache.sanity_check()
-
-
-class Contents:
-    """What each slot of both pools holds: a number for the tokens up to and with its own.
-
-    Before a request grows, everything it is going to read must be its own.
-    """
-
-    def __init__(self, simulator: SglangSimulator) -> None:
-        import torch
-
-        pools = simulator.pools
-        self.full = torch.zeros(pools.full_tokens + pools.page_tokens, dtype=torch.int64)
-        self.swa = torch.zeros(pools.swa_tokens + pools.page_tokens, dtype=torch.int64)
-        self.simulator = simulator
-        self.mapping = simulator.allocator.full_to_swa_index_mapping
-        self.chains: dict[str, list[int]] = {}
-        self.checked = 0
-
-    def plan(self, req: Any, output: list[int]) -> None:
-        """A request that will answer with ``output``."""
-        chain, chains = 1, []
-        for token in (*req.origin_input_ids, *output):
-            chain = (chain * 1_000_003 + token + 1) % (1 << 61)
-            chains.append(chain)
-        self.chains[req.rid] = chains
-
-    def write(self, req: Any, start: int, slots: Any) -> None:
-        """KV of ``req`` from ``start`` on is computed into ``slots``."""
-        import torch
-
-        values = torch.tensor(self.chains[req.rid][start : start + len(slots)])
-        self.full[slots] = values
-        self.swa[self.mapping[slots]] = values
-
-    def check(self, req: Any, length: int) -> None:
-        """All full KV below ``length`` and the window before it are those of ``req``."""
-        import torch
-
-        wanted = torch.tensor(self.chains[req.rid][:length], dtype=torch.int64)
-        row = self.simulator.rows.req_to_token[req.kv.req_pool_idx, :length].long()
-        first = max(0, length - self.simulator.pools.window_tokens)
-        assert torch.equal(self.full[row], wanted), f"{req.rid}: full KV of another request"
-        window = self.mapping[row[first:]]
-        assert bool((window > 0).all()), f"{req.rid}: a hole in the window"
-        assert torch.equal(self.swa[window], wanted[first:]), f"{req.rid}: another's window"
-        self.checked += 1
 
 
 def play(
@@ -477,39 +340,3 @@ def play(
             idle.append(item.session)
     simulator.finish()
     return simulator.totals
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Print one JSON line per run."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mix", choices=sorted(MIXES), default="mix")
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--full", type=int, default=150_000)
-    parser.add_argument("--swa", type=int, default=19_200)
-    parser.add_argument("--together", type=int, default=4)
-    parser.add_argument("--kv", default="{}", help="the plugin's section kv")
-    parser.add_argument("--only", choices=("stock", "plugin"))
-    arguments = parser.parse_args(argv)
-    os.environ.setdefault("SGLANG_ENABLE_TREE_CACHE_SANITY_CHECK", "1")
-    for seed in range(arguments.seeds):
-        for name in ("stock", "plugin"):
-            if arguments.only not in (None, name):
-                continue
-            settings = json.loads(arguments.kv) if name == "plugin" else None
-            if settings is not None:
-                settings.setdefault("message_start_token_ids", [1])
-            pools = Pools(full_tokens=arguments.full, swa_tokens=arguments.swa)
-            simulator = SglangSimulator(pools, settings)
-            totals = play(
-                simulator,
-                sessions(MIXES[arguments.mix], seed),
-                together=arguments.together,
-                seed=seed,
-            )
-            row = asdict(totals) | {"recomputed_tokens": totals.recomputed_tokens}
-            print(json.dumps({"policy": name, "seed": seed, **row}), flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -15,7 +15,8 @@ import random
 import sys
 from typing import Any
 
-from benchmarks.sglang_sim import Pools, SglangSimulator
+from benchmarks.sglang_pools import Pools
+from benchmarks.sglang_sim import SglangSimulator
 
 CLASSES = ["turn_end", "boundary", "junction", "prompt_end", "tail", "ladder"]
 
@@ -79,8 +80,8 @@ class History:
         """Submit at random and step until all is done."""
         rng, simulator = self.rng, self.simulator
         left = requests
-        while left or simulator.waiting or simulator.running or simulator.chunked:
-            while left and (rng.random() < 0.3 or not self._busy()):
+        while left or simulator.busy:
+            while left and (rng.random() < 0.3 or not simulator.busy):
                 simulator.submit(0, self._prompt(), self._text(rng.choice([1, 2, 20, 70, 200])))
                 left -= 1
             for item in simulator.step():
@@ -88,10 +89,6 @@ class History:
                 if len(self.contexts) > 12:
                     self.contexts.pop(rng.randrange(len(self.contexts)))
         simulator.finish()
-
-    def _busy(self) -> bool:
-        simulator = self.simulator
-        return bool(simulator.waiting or simulator.running or simulator.chunked)
 
 
 def main(arguments: list[str]) -> int:
