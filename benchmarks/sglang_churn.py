@@ -122,8 +122,8 @@ class Walk:
         hole = slots[first * page : last * page]
         self._freed(lambda: allocator.free_swa_segment(hole, start_pos=first * page), 0, len(hole))
         self.walked.hole_tokens += len(hole)
-        # What is a hole already gives nothing.
-        self._freed(lambda: allocator.free_swa_segment(hole, start_pos=first * page), 0, 0)
+        # As the tree gives back a node in which there may be a hole.
+        self._freed(lambda: allocator.free_swa(hole), 0, 0)
         self.held.append((slots, len(slots) - len(hole)))
 
     def _give_back(self) -> None:

@@ -19,6 +19,9 @@ BUCKETS = 2
 #: with benchmarks/retention.py (8 to 1024 for ``replaced``): hits fell by up to 1.5 points.
 AGEING: Mapping[str, float] = {"leaf": 1.0, "inner": 1.0, "replaced": 2.0**16, "bound": 2.0**23}
 
+#: fewest chats that go on from a checkpoint that is shared; from the end of a chat one does
+_CONTINUATIONS = 2
+
 
 @dataclass(frozen=True, slots=True)
 class Policy:
@@ -30,6 +33,8 @@ class Policy:
         draft_limit_blocks: most blocks of draft-model SWA groups in live checkpoints, or None.
         block_tokens: tokens in one full-attention block.
         ageing: weight of a candidate's age, by rank (see :func:`rank_of`).
+        leaf_exponent: how much slower the end of a long chat ages than that of a short one (see
+            :func:`ageing_weight`); 0: not at all.
     """
 
     swa_limit_blocks: int
@@ -37,6 +42,7 @@ class Policy:
     draft_limit_blocks: int | None = None
     block_tokens: int = 16
     ageing: Mapping[str, float] = field(default_factory=lambda: AGEING)
+    leaf_exponent: float = 0.0
 
 
 #: clock at last use, sequence, node, the node's stamp when pushed (stale if it moved on)
@@ -78,18 +84,31 @@ def lost_tokens(node: Node) -> int:
     return max(1, node.tokens - below)
 
 
+def own_tokens(node: Node) -> int:
+    """Tokens of ``node`` that no other chat has: those behind the last checkpoint that is shared.
+
+    What lies between is replaced or a bound, and dies before a leaf does.
+    """
+    shared = (a for a in node.ancestors() if a.swa is not None and keeps_rank(a))
+    return max(1, node.tokens - next((a.tokens for a in shared), 0))
+
+
 def ageing_weight(node: Node, policy: Policy) -> float:
     """How fast ``node`` ages.
 
     The end of a chat ages at 1 whatever its length: of two idle chats nobody knows which comes
-    back, and a longer one is closer to its end. A checkpoint inside a chain ages by its rank, and
-    faster the fewer tokens its blocks save than the same number of full blocks would: checkpoints
-    that are close together go first.
+    back, and a longer one is closer to its end. With ``leaf_exponent`` e > 0 it ages by
+    ``(_CONTINUATIONS * tokens that it takes / tokens that are its own) ** e`` instead. A checkpoint
+    inside a chain ages by its rank, and faster the fewer tokens its blocks save than the same
+    number of full blocks would: checkpoints that are close together go first.
     """
     rank = rank_of(node)
-    if rank == "leaf":
-        return policy.ageing[rank]
     cost_tokens = max(1, len(node.swa or ())) * policy.block_tokens
+    if rank == "leaf":
+        if not policy.leaf_exponent:
+            return policy.ageing[rank]
+        worth = own_tokens(node) / _CONTINUATIONS
+        return policy.ageing[rank] * (cost_tokens / worth) ** policy.leaf_exponent
     return policy.ageing[rank] * cost_tokens / lost_tokens(node)
 
 

@@ -3,7 +3,7 @@
 
 Keeps the checkpoints of an engine's prefix tree by the engine's own node ids, with the ranks and
 ageing of :mod:`mimo_plugin.core.candidates`: those that merely bound a loss and have been passed go
-first, then those that a later turn replaced, then by age. The engine may drop a checkpoint at any
+first, then those that a later turn replaced, then by age and by what they save. The engine may drop a checkpoint at any
 time and tell nobody; whoever asks for victims says afterwards which of them are gone.
 """
 
@@ -18,6 +18,11 @@ from mimo_plugin.core.tree import Node
 
 _CHEAP = ("bound", "replaced")
 
+#: Where windows have a pool of their own, one of a long chat keeps more full-attention KV useful
+#: than one of a short chat, at the same price; so the end of a chat is worth its length. With 0
+#: instead of 1 benchmarks/sglang_retention.py computes up to 2.7 times as many tokens again.
+LEAF_EXPONENT = 1.0
+
 Id = TypeVar("Id", bound=Hashable)
 """How the engine names a node of its tree."""
 
@@ -31,7 +36,9 @@ class CheckpointOrder(Generic[Id]):
 
     def __init__(self, page_tokens: int) -> None:
         self.page_tokens = page_tokens
-        self._policy = Policy(swa_limit_blocks=0, block_tokens=page_tokens)
+        self._policy = Policy(
+            swa_limit_blocks=0, block_tokens=page_tokens, leaf_exponent=LEAF_EXPONENT
+        )
         self.clear()
 
     def clear(self) -> None:
@@ -99,6 +106,8 @@ class CheckpointOrder(Generic[Id]):
         self._renew(node)
         for ancestor in node.ancestors():
             ancestor.clock = node.clock
+            if keeps_rank(ancestor):
+                self._renew(ancestor)
 
     def gone(self, node_id: Id) -> None:
         """The engine has dropped this checkpoint."""

@@ -56,6 +56,38 @@ def test_the_end_of_a_chunk_counts_as_a_rung() -> None:
     assert order.victim(cheap=True) == "chunk"
 
 
+def test_the_end_of_a_long_chat_outlives_those_of_short_ones() -> None:
+    """Both take one window; what is computed again without it differs."""
+    order: CheckpointOrder[str] = CheckpointOrder(16)
+    order.add("long", None, 6000, 8, TURN_END)
+    for number in range(20):
+        order.add(f"short{number}", None, 208, 8, TURN_END)
+    died = deaths(order)
+    assert died[0] == "short0"
+    assert died[-1] == "long"
+
+
+def test_a_long_chat_that_is_idle_for_long_dies() -> None:
+    """Its length slows ageing down; it doesn't stop it."""
+    order: CheckpointOrder[str] = CheckpointOrder(16)
+    order.add("long", None, 6000, 8, TURN_END)
+    for number in range(1000):
+        order.add(f"short{number}", None, 208, 8, TURN_END)
+        if number >= 20:
+            victim = order.victim()
+            assert victim is not None
+            order.gone(victim)
+    assert "long" not in order
+
+
+def test_a_prefix_that_others_share_is_not_counted_as_a_chat_s_own() -> None:
+    order: CheckpointOrder[str] = CheckpointOrder(16)
+    order.add("system", None, 6000, 8, BOUNDARY)
+    order.add("on it", "system", 6096, 8, TURN_END)
+    order.add("alone", None, 2000, 8, TURN_END)
+    assert order.victim() == "on it"
+
+
 def test_use_makes_young() -> None:
     order: CheckpointOrder[str] = CheckpointOrder(16)
     for name in "abc":
