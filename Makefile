@@ -6,7 +6,8 @@
 #   make test                    all checks; TIER=unit runs one of lint, unit, contracts, engine,
 #                                sglang
 #   make bench                   all benchmarks; BENCH=retention runs one, QUICK=1 shortens it;
-#                                those that need a GPU (gpu_…) run by name only
+#                                those that need a GPU (gpu_…) or SGLang's environment (sglang_…)
+#                                run by name only
 #   make tiny-trained            train the tiny model of tools/tiny_trained again (ten minutes), in
 #                                out/tiny-trained; ARGS=tools/tiny_trained replaces the committed one
 #   make setup-all               both environments: .venv-vllm and .venv-sglang
@@ -25,9 +26,10 @@ else
 PYTHON := $(PY)
 READY :=
 endif
+SGLANG_PYTHON := .venv-sglang/bin/python
 # The tests of all tiers, and of SGLang's, need its environment too.
 TEST_READY := $(READY) $(if $(or $(filter sglang,$(TIER)),$(if $(TIER),,all)),setup-sglang)
-BENCH ?= $(filter-out _% gpu_%,$(basename $(notdir $(shell grep -l -- '"--json"' benchmarks/*.py 2>/dev/null))))
+BENCH ?= $(filter-out _% gpu_% sglang_%,$(basename $(notdir $(shell grep -l -- '"--json"' benchmarks/*.py 2>/dev/null))))
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' $(MAKEFILE_LIST)
@@ -50,11 +52,12 @@ test: $(TEST_READY)
 lint: $(READY)
 	@$(PYTHON) -m tools.tiers --tier lint
 
-bench: $(READY)
+bench: $(READY) $(if $(filter sglang_%,$(BENCH)),setup-sglang)
 	@mkdir -p out/bench
 	@set -e; for name in $(BENCH); do \
 	  echo "=== benchmarks/$$name.py"; \
-	  $(PYTHON) -m benchmarks.$$name --json out/bench/$$name.json $(if $(QUICK),--quick) $(ARGS); \
+	  case $$name in sglang_*) python=$(SGLANG_PYTHON);; *) python=$(PYTHON);; esac; \
+	  $$python -m benchmarks.$$name --json out/bench/$$name.json $(if $(QUICK),--quick) $(ARGS); \
 	done
 
 tiny-trained: $(READY)

@@ -2,7 +2,8 @@
 """Prefixes of a cached prompt: how far they are hit, stock and plugin, on SGLang's own cache.
 
 Pages of 16, chunks of 512, a window of 128; nothing is short of memory. A prompt of 700 tokens is
-in the cache. Then comes one that shares its first 300 or 600 tokens, or four at once that share 400.
+in the cache. Then comes one that shares its first 300 or 600 tokens, or four together that share
+400.
 """
 
 from __future__ import annotations

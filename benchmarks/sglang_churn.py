@@ -154,13 +154,13 @@ class Walk:
         return self.walked
 
 
-def churn(seed: int, steps: int, settings: dict[str, Any] | None = None) -> Walked:
-    """Walk ``steps`` steps; ``settings`` None takes the plugin's defaults."""
-    walk = Walk(seed, {"message_start_token_ids": [1]} if settings is None else settings)
+def churn(seed: int, steps: int, settings: dict[str, Any] | None) -> Walked:
+    """Walk ``steps`` steps; ``settings`` as for :class:`Walk`."""
+    walk = Walk(seed, settings)
     for _ in range(steps):
         walk.step()
     return walk.finish()
 
 
 if __name__ == "__main__":
-    print(churn(int(sys.argv[1]), int(sys.argv[2])))
+    print(churn(int(sys.argv[1]), int(sys.argv[2]), {"message_start_token_ids": [1]}))

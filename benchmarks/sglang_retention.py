@@ -118,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
     with ProcessPoolExecutor(arguments.workers) as executor:
         kept_jobs = executor.submit(run_store, seeds)
         case_jobs = {policy: executor.submit(run_cases, policy) for policy in ("stock", "plugin")}
-        churn_job = None if arguments.quick else executor.submit(churn, 0, STEPS)
+        churn_job = None if arguments.quick else executor.submit(churn, 0, STEPS, PLUGIN)
         for done, result in enumerate(executor.map(run_one, jobs), 1):
             results.append(result)
             print(f"\r{done}/{len(jobs)} simulations", end="", file=sys.stderr, flush=True)
@@ -155,5 +155,4 @@ def main(argv: list[str] | None = None) -> int:
 if __name__ == "__main__":
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("PYTHONHASHSEED", "0")
     sys.exit(main())

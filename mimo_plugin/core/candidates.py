@@ -108,7 +108,7 @@ def ageing_weight(node: Node, policy: Policy) -> float:
         if not policy.leaf_exponent:
             return policy.ageing[rank]
         worth = own_tokens(node) / _CONTINUATIONS
-        return policy.ageing[rank] * (cost_tokens / worth) ** policy.leaf_exponent
+        return policy.ageing[rank] * float((cost_tokens / worth) ** policy.leaf_exponent)
     return policy.ageing[rank] * cost_tokens / lost_tokens(node)
 
 

@@ -3,8 +3,9 @@
 
 Keeps the checkpoints of an engine's prefix tree by the engine's own node ids, with the ranks and
 ageing of :mod:`mimo_plugin.core.candidates`: those that merely bound a loss and have been passed go
-first, then those that a later turn replaced, then by age and by what they save. The engine may drop a checkpoint at any
-time and tell nobody; whoever asks for victims says afterwards which of them are gone.
+first, then those that a later turn replaced, then by age, where the end of a long chat ages slower.
+The engine may drop a checkpoint at any time and tell nobody; whoever asks for victims says
+afterwards which of them are gone.
 """
 
 from __future__ import annotations
