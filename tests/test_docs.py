@@ -58,7 +58,7 @@ WRITTEN = [
     *sorted(DOCS.glob("*.md")),
 ]
 PAGES = [*WRITTEN, ROOT / "patches" / "README.md"]
-FIGURES = ("run", "retention", "scheduler", "mtp")
+FIGURES = ("run", "retention", "sglang_retention", "scheduler", "mtp")
 SECTIONS = {
     "kv": KvConfig,
     "scheduler": SchedulerConfig,
