@@ -114,7 +114,7 @@ class _Engine:
         storage = self.cache.cache_controller.storage_backend
         self.store = storage.store
         if settings is None:
-            storage.keep_alive = None
+            storage.keep_alive = lambda *_: None
         # Traffic of minutes is played in seconds: nothing is too soon to be touched again.
         clock = itertools.count(0.0, INTERVAL_S)
         storage.keeper = KeepAlive(storage._touch, clock_s=lambda: next(clock))
