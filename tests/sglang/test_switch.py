@@ -33,6 +33,9 @@ RESOLVED: dict[str, Any] = {}
 class Record:
     """A stand-in for ``ServerArgs``: input fields, decisions beside them, bookkeeping."""
 
+    hicache_storage_backend: str | None = None
+    hicache_storage_backend_extra_config: str | None = None
+
     def __init__(
         self, radix_cache_backend: str | None = None, schedule_policy: str = "fcfs"
     ) -> None:
@@ -94,10 +97,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     made = Engine(record, Hooks())
 
     def view(server_args: Any) -> Any:
-        given = {
-            "radix_cache_backend": server_args.radix_cache_backend,
-            "schedule_policy": server_args.schedule_policy,
-        }
+        names = ("radix_cache_backend", "schedule_policy", *register.STORAGE_FIELDS)
+        given = {name: getattr(server_args, name) for name in names}
         return types.SimpleNamespace(**{**given, **made.options, **server_args.decided})
 
     def decide(server_args: Any, source: str, **fields: Any) -> None:

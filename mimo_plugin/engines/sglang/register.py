@@ -42,6 +42,9 @@ BACKEND = "mimo"
 POLICY, STOCK_POLICY = "mimo-affinity", "fcfs"
 """Name of the schedule policy, and of the one that SGLang takes by itself."""
 
+STORAGE_FIELDS = ("hicache_storage_backend", "hicache_storage_backend_extra_config")
+"""SGLang's arguments for a store below host memory, which the feature ``tiers`` decides."""
+
 RECORD_ATTRIBUTE = "_mimo_plugin"
 """Where a ``ServerArgs`` record carries the section; names with ``_`` are bookkeeping there."""
 
@@ -55,6 +58,7 @@ logger = logging.getLogger(LOGGER_NAME)
 _FIT_MODULES = {
     "kv": "mimo_plugin.engines.sglang.kv.fit",
     "scheduler": "mimo_plugin.engines.sglang.sched.fit",
+    "tiers": "mimo_plugin.engines.sglang.storage.fit",
 }
 
 # (process id, role) that have said what is active; the id makes a forked child start afresh.
@@ -121,6 +125,24 @@ def parse(section: Mapping[str, Any] | None, environ: Mapping[str, str]) -> Mimo
     return parse_config(section, environ=environ, engine=ENGINE)
 
 
+def decide_early(server_args: Any, environ: Mapping[str, str]) -> None:
+    """Check the section, and decide what SGLang's own checks and choices depend on.
+
+    Runs before SGLang resolves anything. What the user has set is left, for ``activate`` to refuse.
+
+    Raises:
+        ConfigError: a setting is wrong.
+        FeatureUnavailable: a feature was named that there is not.
+    """
+    config = parse(section_of(server_args, environ), environ)
+    if config is not None and "tiers" in config.features:
+        from mimo_plugin.engines.sglang.storage.settings import backend_arguments
+
+        for name, value in backend_arguments(config.tiers).items():
+            if getattr(server_args, name) is None:
+                _resolve(server_args, **{name: value})
+
+
 def activate(server_args: Any, environ: Mapping[str, str]) -> MimoConfig | None:
     """Switch on what ``server_args``, just resolved, asks for.
 
@@ -153,6 +175,9 @@ def give_up(server_args: Any, reason: str) -> None:
         _resolve(server_args, radix_cache_backend=None)
     if view.schedule_policy == POLICY:
         _resolve(server_args, schedule_policy=STOCK_POLICY)
+    given = {name: getattr(server_args, name, None) for name in STORAGE_FIELDS}
+    if any(getattr(view, name, None) != value for name, value in given.items()):
+        _resolve(server_args, **given)
     setattr(server_args, RECORD_ATTRIBUTE, {DEGRADED_KEY: reason})
 
 
@@ -253,6 +278,10 @@ def enter_process(server_args: Any, role: str) -> MimoConfig | None:
         from mimo_plugin.engines.sglang.kv.backend import register_backend
 
         register_backend()
+    if role == SCHEDULER_ROLE and "tiers" in config.features:
+        from mimo_plugin.engines.sglang.storage.install import install_tiers
+
+        install_tiers(config)
     if role == SCHEDULER_ROLE and "scheduler" in config.features:
         from mimo_plugin.engines.sglang.sched.install import install_policy
 

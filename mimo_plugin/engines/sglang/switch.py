@@ -154,7 +154,7 @@ def _wrap_resolve_once(stock: Callable[..., Any]) -> Callable[..., Any]:
 def _check_early(server_args: Any) -> None:
     """Refuse a wrong section before the model is looked at; lenient leaves it to later."""
     try:
-        register.parse(register.section_of(server_args, os.environ), os.environ)
+        register.decide_early(server_args, os.environ)
     except MimoError:
         if parse_strict(os.environ):
             raise
