@@ -325,7 +325,7 @@ def test_a_hit_that_host_memory_cuts_ends_where_it_can_be_restored(
 def test_settings_are_json(device: Any) -> None:
     """What the feature writes is what the backend reads."""
     from mimo_plugin.config_tiers import TiersConfig
-    from mimo_plugin.engines.sglang.storage.settings import _ENGINE, _OURS, backend_arguments
+    from mimo_plugin.engines.sglang.storage.arguments import _ENGINE, _OURS, backend_arguments
 
     (backend, extra) = backend_arguments(TiersConfig(path="/x", capacity_gib=1)).values()
     assert backend == "dynamic" and set(json.loads(extra)) <= {*_ENGINE, *_OURS}

@@ -8,28 +8,32 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from integration_tests.conftest import ModelFactory, ServerFactory
 from integration_tests.sglang_local import STRICT, refused
 from integration_tests.side_by_side import start_all
 from integration_tests.test_sglang_stock import WINDOW_TOKENS, generate, logprobs, prompt
+from tools.server import SglangServer
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 WAIT_S = 60.0
-PAGE_TOKENS = 16
+PAGE_TOKENS, WINDOW_PAGES = 16, WINDOW_TOKENS // 16
 PROMPT_TOKENS, WHOLE_TOKENS = 700, 688
 """A prompt, and its whole pages."""
 LONG_TOKENS, LONG_WHOLE_TOKENS = 1000, 992
 CAPACITY_BYTES = 15_000_000
-"""Six or seven of the prompts; one takes about 2 MB with a window at every page."""
+"""Seven of the prompts; one takes about 2 MB with a window at every page."""
+SMALL_HOST_TOKENS = 832
+"""Host memory of the last server: 0.4 of the device's 2048 tokens, and a page."""
 HOT, COLD, HOLED, LONG = 11, 12, 13, 14
 FLOODS, LATER_FLOODS = (21, 22, 23), (31, 32)
-SMALL_HOST_TOKENS = 832
-"""Host memory of the second server: 0.4 of the device's 2048 tokens, and a page."""
 
-L2 = (
+HOST = (
     "--enable-hierarchical-cache",
     "--hicache-write-policy=write_through",
     "--hicache-io-backend=direct",
@@ -39,49 +43,81 @@ L2 = (
 
 
 @pytest.fixture(scope="module")
-def model(tiny_model_factory):
+def model(tiny_model_factory: ModelFactory) -> Path:
     return tiny_model_factory(own_config=True, v_head_dim=24, window_tokens=WINDOW_TOKENS)
 
 
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory):
-    """For servers that share a store."""
-    tiers = {
-        "path": str(tmp_path_factory.mktemp("store")),
-        "capacity_gib": CAPACITY_BYTES / (1 << 30),
-        "prefetch_tokens": PAGE_TOKENS,
-    }
-    return {**STRICT, "MIMO_CONFIG": json.dumps({"tiers": tiers})}
+class Tiers:
+    """Servers that share a store, the answers of one without, and what was counted."""
+
+    def __init__(self, serve: ServerFactory, model: Path, folder: Path) -> None:
+        tiers = {
+            "path": str(folder),
+            "capacity_gib": CAPACITY_BYTES / (1 << 30),
+            "prefetch_tokens": PAGE_TOKENS,
+        }
+        self.environment = {**STRICT, "MIMO_CONFIG": json.dumps({"tiers": tiers})}
+        self.serve, self.model, self.folder = serve, model, folder
+        servers = start_all(
+            {
+                "stock": lambda: serve(model),
+                "plugin": lambda: self.start("mimo:kv,tiers", "--hicache-ratio=4"),
+            }
+        )
+        prompts = (HOT, COLD, HOLED, LONG)
+        self.cold = {seed: generate(servers["stock"], tokens_of(seed)) for seed in prompts}
+        servers["stock"].stop()
+        self.server: SglangServer = servers["plugin"]
+
+    def start(self, plugin: str, *arguments: str) -> Any:
+        """A server with the store."""
+        return self.serve(
+            self.model, *HOST, *arguments, plugin=plugin, environment=self.environment
+        )
+
+    def ask(self, seed: int) -> dict[str, int]:
+        """Cached tokens of a prompt by the tier that had them; the answer is stock's."""
+        answer = generate(self.server, tokens_of(seed))
+        if seed in self.cold:
+            assert answer["output_ids"] == self.cold[seed]["output_ids"]
+            assert logprobs(answer) == pytest.approx(logprobs(self.cold[seed]), abs=1e-4)
+        details = answer["meta_info"].get("cached_tokens_details") or {}
+        names = ("device", "host", "storage")
+        return {name: details[name] for name in names if details.get(name)}
+
+    def store(self, *seeds: int) -> None:
+        """Ask cold prompts, and wait until each is stored."""
+        for seed in seeds:
+            assert self.ask(seed) == {}
+            before, same, deadline = -1, 0, time.monotonic() + WAIT_S
+            while same < 3:
+                assert time.monotonic() < deadline, "no end of pages"
+                time.sleep(0.3)
+                now = len(list(self.folder.rglob("*.page")))
+                same = same + 1 if now == before and now else 0
+                before = now
+
+    def counts(self) -> dict[str, float]:
+        """What was counted so far; counts are written a second after the event at the latest."""
+        time.sleep(1.5)
+        found: dict[str, float] = {}
+        for name, samples in self.server.metrics().items():
+            if name.startswith("mimo:tier_") or name in (
+                "sglang:load_back_tokens_total",
+                "sglang:storage_prefetch_unfulfilled_tokens_total",
+            ):
+                for labels, value in samples:
+                    own = ("pool", "reason", "what", "direction", "kind")
+                    key = ".".join([name.partition(":")[2], *(labels[k] for k in own if k in labels)])
+                    found[key] = found.get(key, 0.0) + value
+        return found
 
 
-def tokens_of(seed):
+def tokens_of(seed: int) -> list[int]:
     return prompt(seed, LONG_TOKENS if seed == LONG else PROMPT_TOKENS)
 
 
-def settled(folder):
-    """Wait until no more pages are written; how many there are."""
-    before, deadline = -1, time.monotonic() + WAIT_S
-    while time.monotonic() < deadline:
-        now = len(list(folder.rglob("*.page")))
-        if now == before and now:
-            return now
-        before = now
-        time.sleep(1.0)
-    raise AssertionError(f"no pages, or no end of them, after {WAIT_S} s: {before}")
-
-
-def cached(answer):
-    return answer["meta_info"]["cached_tokens"]
-
-
-def tier(answer):
-    """Cached tokens by the tier that had them; those with none are left out."""
-    details = answer["meta_info"].get("cached_tokens_details") or {}
-    names = ("device", "host", "storage")
-    return {name: details[name] for name in names if details.get(name)}
-
-
-def newest_window_page(folder):
+def newest_window_page(folder: Path) -> Path:
     """The window page written last; pages of the window layers are the larger ones here."""
     pages = list(folder.rglob("*.page"))
     largest = max(path.stat().st_size for path in pages)
@@ -90,74 +126,36 @@ def newest_window_page(folder):
     return max(windows, key=lambda path: path.stat().st_mtime_ns)
 
 
-def same(warm, cold):
-    assert warm["output_ids"] == cold["output_ids"]
-    assert logprobs(warm) == pytest.approx(logprobs(cold), abs=1e-4)
+def test_every_tier_answers_as_stock_does(
+    serve_sglang: ServerFactory, model: Path, tmp_path: Path
+) -> None:
+    tiers = Tiers(serve_sglang, model, tmp_path)
+    log = tiers.server.log_text()
+    assert "process=scheduler | features=kv,tiers | contracts ok" in log
 
+    tiers.store(HOT, COLD, *FLOODS)
+    before = tiers.counts()
+    assert tiers.ask(HOT) == {"host": WHOLE_TOKENS}
+    after = tiers.counts()
+    print("L2", {k: after[k] - before.get(k, 0) for k in after})
+    assert tiers.ask(HOT) == {"device": WHOLE_TOKENS}
+    tiers.store(*LATER_FLOODS, LONG, HOLED)
+    newest_window_page(tmp_path).unlink()
+    print("size", sum(path.stat().st_size for path in tmp_path.rglob("*.page")))
+    tiers.server.flush()
+    before = tiers.counts()
+    assert tiers.ask(HOT) == {"storage": WHOLE_TOKENS}
+    after = tiers.counts()
+    print("L3", {k: after[k] - before.get(k, 0) for k in after})
+    tiers.server.stop()
 
-def metric(server, name, **labels):
-    """Of the plugin or of SGLang; both write a little after the event."""
-    time.sleep(1.5)
-    return server.metric(name, **labels) or 0.0
-
-
-def test_every_tier_answers_as_stock_does(serve_sglang, model, environment):
-    folder = __import__("pathlib").Path(json.loads(environment["MIMO_CONFIG"])["tiers"]["path"])
-    servers = start_all(
-        {
-            "stock": lambda: serve_sglang(model),
-            "first": lambda: serve_sglang(
-                model, *L2, "--hicache-ratio=2", plugin="mimo:kv,tiers", environment=environment
-            ),
-        }
-    )
-    stock, first = servers["stock"], servers["first"]
-    cold = {seed: generate(stock, tokens_of(seed)) for seed in (HOT, COLD, HOLED, LONG)}
-    stock.stop()
-    assert "process=scheduler | features=kv,tiers | contracts ok" in first.log_text()
-
-    def ask(server, seed, **expected):
-        answer = generate(server, tokens_of(seed))
-        print("ASK", seed, tier(answer), cached(answer))
-        assert tier(answer) == expected, (seed, tier(answer))
-        if seed in cold:
-            same(answer, cold[seed])
-        return answer
-
-    for seed in (HOT, COLD, *FLOODS):
-        ask(first, seed)
-        settled(folder)
-    loaded = {
-        pool: metric(first, "sglang:load_back_tokens_total", pool=pool) for pool in ("kv", "swa")
-    }
-    print("LOADED", loaded)
-    ask(first, HOT, host=WHOLE_TOKENS)
-    print("LOADED", {
-        pool: metric(first, "sglang:load_back_tokens_total", pool=pool) for pool in ("kv", "swa")
-    })
-    ask(first, HOT, device=WHOLE_TOKENS)
-    for seed in (*LATER_FLOODS, LONG, HOLED):
-        ask(first, seed)
-        settled(folder)
-    newest_window_page(folder).unlink()
-    print(sum(path.stat().st_size for path in folder.rglob("*.page")))
-    first.flush()
-    ask(first, HOT, storage=WHOLE_TOKENS)
-    print([line for line in first.text("/metrics").splitlines() if "mimo:tier" in line and line[0] != "#"])
-    print([line for line in first.text("/metrics").splitlines() if "storage" in line and line[0] != "#" and "unful" in line])
-    first.stop()
-
-    second = serve_sglang(
-        model, *L2, "--hicache-ratio=0.4", plugin="mimo:tiers", environment=environment
-    )
-    ask(second, HOT, storage=WHOLE_TOKENS)
-    print([line for line in second.text("/metrics").splitlines() if "mimo:tier" in line and line[0] != "#"])
-    second.flush()
-    ask(second, COLD)
-    second.flush()
-    print("HOLED", tier(generate(second, tokens_of(HOLED))))
-    second.flush()
-    print("LONG", tier(generate(second, tokens_of(LONG))))
-    time.sleep(1.5)
-    print([line for line in second.text("/metrics").splitlines() if "mimo:tier" in line and line[0] != "#"])
-    print([line for line in second.text("/metrics").splitlines() if "storage" in line and line[0] != "#" and "unful" in line])
+    tiers.server = tiers.start("mimo:tiers", "--hicache-ratio=0.4")
+    print(tiers.ask(HOT))
+    print(tiers.counts())
+    tiers.server.flush()
+    print("COLD", tiers.ask(COLD))
+    tiers.server.flush()
+    print("HOLED", tiers.ask(HOLED))
+    tiers.server.flush()
+    print("LONG", tiers.ask(LONG))
+    print(tiers.counts())

@@ -48,7 +48,7 @@ def test_the_section_becomes_sglangs_arguments(asked: dict[str, Any], ask: Any) 
     assert extra(server_args) == {
         **{"backend_name": "mimo", "module_path": CLASS, "class_name": "MimoStorage"},
         **{"interface_v1": 1, "prefetch_threshold": 32, "path": asked["path"]},
-        **{"capacity_gib": 1.0, "name": "a", "verify": False},
+        **{"store": "file", "capacity_gib": 1.0, "name": "a", "verify": False},
     }
     # What the user wrote is left as it was.
     assert server_args.hicache_storage_backend is None

@@ -136,7 +136,7 @@ def decide_early(server_args: Any, environ: Mapping[str, str]) -> None:
     """
     config = parse(section_of(server_args, environ), environ)
     if config is not None and "tiers" in config.features:
-        from mimo_plugin.engines.sglang.storage.settings import backend_arguments
+        from mimo_plugin.engines.sglang.storage.arguments import backend_arguments
 
         for name, value in backend_arguments(config.tiers).items():
             if getattr(server_args, name) is None:

@@ -25,6 +25,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from mimo_plugin.engines.prometheus import PrometheusSink
 from mimo_plugin.engines.sglang.storage import hooks
 from mimo_plugin.engines.sglang.storage.accounting import TierAccounting, make_sink
+from mimo_plugin.engines.sglang.storage.arguments import SECTION, open_store
 from mimo_plugin.engines.sglang.storage.install import start_up, started
 from mimo_plugin.engines.sglang.storage.keepalive import KeepAlive, pages_of, prefix_hashes
 from mimo_plugin.engines.sglang.storage.pages import (
@@ -36,7 +37,6 @@ from mimo_plugin.engines.sglang.storage.pages import (
     legal_ends,
     parts_of,
 )
-from mimo_plugin.engines.sglang.storage.settings import SECTION, open_store
 from mimo_plugin.errors import setting_error
 from mimo_plugin.tiers.store import PageStore, Parts
 

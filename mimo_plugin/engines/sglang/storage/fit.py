@@ -8,7 +8,7 @@ from typing import Any
 
 from mimo_plugin.config import MimoConfig
 from mimo_plugin.engines.sglang.register import BACKEND as RADIX_BACKEND
-from mimo_plugin.engines.sglang.storage.settings import backend_arguments
+from mimo_plugin.engines.sglang.storage.arguments import backend_arguments
 from mimo_plugin.errors import setting_error
 from mimo_plugin.tiers.file_store import prepare
 

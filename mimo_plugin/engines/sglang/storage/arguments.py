@@ -13,14 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mimo_plugin.config_tiers import TiersConfig
+from mimo_plugin.config_tiers import STORES, TiersConfig
 from mimo_plugin.engines.sglang.register import STORAGE_FIELDS
 from mimo_plugin.errors import nearest, setting_error
 from mimo_plugin.tiers.file_store import FileStore
 from mimo_plugin.tiers.store import PageStore
 
 SECTION = "hicache-storage-backend-extra-config"
-_OURS = ("path", "capacity_gib", "verify", "name")
+_OURS = ("store", "path", "capacity_gib", "verify", "name")
 _ENGINE = (
     "backend_name",
     "module_path",
@@ -42,7 +42,11 @@ def backend_arguments(config: TiersConfig) -> dict[str, str]:
         "class_name": "MimoStorage",
         "interface_v1": 1,
         "prefetch_threshold": config.prefetch_tokens,
-        **{name: getattr(config, name) for name in _OURS},
+        "store": config.store,
+        "path": config.path,
+        "capacity_gib": config.capacity_gib,
+        "verify": config.verify,
+        "name": config.name,
     }
     return dict(zip(STORAGE_FIELDS, ("dynamic", json.dumps(extra)), strict=True))
 
@@ -63,6 +67,9 @@ def open_store(extra: Mapping[str, Any]) -> PageStore:
                 f"one of {', '.join(_OURS)}",
                 f"write {hint}" if hint else "remove it",
             )
+    kind = extra.get("store", STORES[0])
+    if kind not in STORES:
+        raise setting_error(f"{SECTION}.store", kind, ", ".join(STORES), "use one of them")
     path = extra.get("path")
     if not isinstance(path, str) or not path:
         raise setting_error(f"{SECTION}.path", path, "a folder", "name one")
