@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from integration_tests.conftest import ModelFactory, ServerFactory
-from integration_tests.sglang_local import STRICT, refused
+from integration_tests.sglang_local import STRICT
 from integration_tests.side_by_side import start_all
 from integration_tests.test_sglang_stock import WINDOW_TOKENS, generate, logprobs, prompt
+from mimo_plugin.tiers.file_store import HEADER_BYTES
 from tools.server import SglangServer
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
@@ -97,20 +98,13 @@ class Tiers:
                 same = same + 1 if now == before and now else 0
                 before = now
 
-    def counts(self) -> dict[str, float]:
-        """What was counted so far; counts are written a second after the event at the latest."""
+    def counted(self, name: str, **labels: str) -> float:
+        """Of the plugin's store, or of SGLang."""
+        return self.server.metric(name, **labels) or 0.0
+
+    def settle(self) -> None:
+        """What was counted is written a second after the event at the latest."""
         time.sleep(1.5)
-        found: dict[str, float] = {}
-        for name, samples in self.server.metrics().items():
-            if name.startswith("mimo:tier_") or name in (
-                "sglang:load_back_tokens_total",
-                "sglang:storage_prefetch_unfulfilled_tokens_total",
-            ):
-                for labels, value in samples:
-                    own = ("pool", "reason", "what", "direction", "kind")
-                    key = ".".join([name.partition(":")[2], *(labels[k] for k in own if k in labels)])
-                    found[key] = found.get(key, 0.0) + value
-        return found
 
 
 def tokens_of(seed: int) -> list[int]:
@@ -126,36 +120,69 @@ def newest_window_page(folder: Path) -> Path:
     return max(windows, key=lambda path: path.stat().st_mtime_ns)
 
 
+LOADED = "sglang:load_back_tokens_total"
+PAGES, BYTES = "mimo:tier_pages_total", "mimo:tier_bytes_total"
+MISSED = "mimo:tier_missed_tokens_total"
+
+
 def test_every_tier_answers_as_stock_does(
     serve_sglang: ServerFactory, model: Path, tmp_path: Path
 ) -> None:
     tiers = Tiers(serve_sglang, model, tmp_path)
-    log = tiers.server.log_text()
-    assert "process=scheduler | features=kv,tiers | contracts ok" in log
-
+    counted = tiers.counted
+    assert "process=scheduler | features=kv,tiers | contracts ok" in tiers.server.log_text()
     tiers.store(HOT, COLD, *FLOODS)
-    before = tiers.counts()
+    tiers.settle()
+    assert counted(PAGES, what="read") == 0
+    touched = counted(PAGES, what="touched")
+    loaded = {pool: counted(LOADED, pool=pool) for pool in ("kv", "swa")}
+
+    # Flooded out of the device: host memory answers, with all of full attention and one window.
     assert tiers.ask(HOT) == {"host": WHOLE_TOKENS}
-    after = tiers.counts()
-    print("L2", {k: after[k] - before.get(k, 0) for k in after})
+    tiers.settle()
+    assert counted(LOADED, pool="kv") - loaded["kv"] == WHOLE_TOKENS
+    assert counted(LOADED, pool="swa") - loaded["swa"] == WINDOW_TOKENS
     assert tiers.ask(HOT) == {"device": WHOLE_TOKENS}
+    # Which renews it in the store, whose pages are not read.
+    tiers.settle()
+    prefix_pages = WHOLE_TOKENS // PAGE_TOKENS
+    assert counted(PAGES, what="touched") - touched == prefix_pages + WINDOW_PAGES
+    assert counted(PAGES, what="read") == 0
+
     tiers.store(*LATER_FLOODS, LONG, HOLED)
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*.page")) <= CAPACITY_BYTES
     newest_window_page(tmp_path).unlink()
-    print("size", sum(path.stat().st_size for path in tmp_path.rglob("*.page")))
     tiers.server.flush()
-    before = tiers.counts()
     assert tiers.ask(HOT) == {"storage": WHOLE_TOKENS}
-    after = tiers.counts()
-    print("L3", {k: after[k] - before.get(k, 0) for k in after})
+    tiers.settle()
+    # Of the windows one is read, the one at the end.
+    window_bytes = newest_window_page(tmp_path).stat().st_size - HEADER_BYTES
+    assert counted(BYTES, direction="read", kind="swa") == WINDOW_PAGES * window_bytes
+    assert counted(PAGES, what="read") == prefix_pages + WINDOW_PAGES
+    assert counted(PAGES, what="damaged") == counted(PAGES, what="dropped") == 0
     tiers.server.stop()
 
+    # Another server, with stock's tree and little host memory.
     tiers.server = tiers.start("mimo:tiers", "--hicache-ratio=0.4")
-    print(tiers.ask(HOT))
-    print(tiers.counts())
+    assert tiers.ask(HOT) == {"storage": WHOLE_TOKENS}
+    tiers.settle()
+    assert counted(PAGES, what="touched") == prefix_pages + WINDOW_PAGES
+    assert counted(MISSED) == 0
+    # Never asked for again, it made room in the store.
     tiers.server.flush()
-    print("COLD", tiers.ask(COLD))
+    assert tiers.ask(COLD) == {}
+    tiers.settle()
+    assert counted(MISSED, reason="absent") == WHOLE_TOKENS
+    # A window page is missing: the hit ends where the window before it does.
     tiers.server.flush()
-    print("HOLED", tiers.ask(HOLED))
+    assert tiers.ask(HOLED) == {"storage": WHOLE_TOKENS - PAGE_TOKENS}
+    # Host memory has no room for all of it, and at the length that fits no window is stored.
     tiers.server.flush()
-    print("LONG", tiers.ask(LONG))
-    print(tiers.counts())
+    (kept,) = tiers.ask(LONG).values()
+    assert WHOLE_TOKENS < kept < SMALL_HOST_TOKENS
+    tiers.settle()
+    assert counted(MISSED, reason="no_window") == PAGE_TOKENS
+    assert counted(MISSED, reason="host_capacity") == LONG_WHOLE_TOKENS - kept
+    assert counted(
+        "sglang:storage_prefetch_unfulfilled_tokens_total", reason="host_capacity"
+    ) == counted(MISSED, reason="host_capacity")

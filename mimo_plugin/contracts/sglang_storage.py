@@ -83,7 +83,30 @@ STORAGE_ROWS: tuple[Contract, ...] = (
         _CACHE,
         "UnifiedRadixCache",
         "prefixes are kept alive",
-        has="cache_controller page_size sidecar_pool_specs sliding_window_size tree_core",
+        has="_apply_cache_actions cache_controller components page_size sidecar_pool_specs "
+        "sliding_window_size tree_core",
+    ),
+    _call(
+        _CACHE,
+        "UnifiedRadixCache.load_back",
+        "loads one window",
+        first="node_id mem_quota req",
+        accepts="",
+    ),
+    _class("srt.mem_cache.unified_cache.component_type", "ComponentType", "windows", has="SWA"),
+    _call(
+        "srt.mem_cache.radix_cache",
+        "RadixKey.__init__",
+        "a prefix that ends inside a node",
+        first="token_ids extra_key is_bigram limit cache_salt",
+    ),
+    _class("srt.mem_cache.base_prefix_cache", "MatchPrefixParams", "splits a node", has="key"),
+    _class("srt.mem_cache.base_prefix_cache", "MatchResult", "of a split", has="cache_actions"),
+    _class(
+        "srt.mem_cache.unified_cache.unified_tree_core_interface",
+        "TreePathNodeInfo",
+        "where nodes begin",
+        has="node_id path_end path_start",
     ),
     _call(
         _CACHE,
@@ -99,12 +122,18 @@ STORAGE_ROWS: tuple[Contract, ...] = (
         "whether there was a hit",
         has="cache_protected_len",
     ),
-    _class("srt.managers.schedule_batch", "Req", "where it ended", has="kv last_node"),
+    _class(
+        "srt.managers.schedule_batch",
+        "Req",
+        "where it ended, and of what tokens it was",
+        has="cache_salt extra_key full_untruncated_fill_ids kv last_node",
+    ),
     _class(
         "srt.mem_cache.rust_tree_core.adapter",
         "RustUnifiedTreeCore",
-        "keys of a prefix' pages",
-        has="get_hash_values get_last_hash_value get_prefix_hash_values",
+        "keys of a prefix' pages, and where its last window begins",
+        has="collect_path_info component_has_host_value_only get_hash_values "
+        "get_last_hash_value get_prefix_hash_values is_eagle match_prefix",
     ),
     _class(
         _CONTROLLER,

@@ -6,6 +6,9 @@
 - **Cut hits.** Where host memory has room for a part of a stored prefix only, SGLang takes what
   fits. A length at which no window ends can't be restored, and the whole hit would be lost; so it
   is cut down to the longest that can.
+- **One window.** Of sliding-window layers SGLang loads, from host memory, the nodes of its tree
+  that cover the last window. The first of them is split where the window begins, so that the
+  window is all that is loaded.
 - **Host memory.** SGLang splits it among full-attention and sliding-window layers as on the
   device; a setting says otherwise.
 
@@ -20,8 +23,11 @@ from typing import Any
 
 import sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler as assembler
 import torch
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.runtime_context import get_memory
 
@@ -38,6 +44,7 @@ GB = 1e9
 def install() -> None:
     """Wrap what tells the backend of hits and takes its answer; again changes nothing."""
     _wrap(UnifiedRadixCache, "checkpoint_into_tree", _keeping_alive)
+    _wrap(UnifiedRadixCache, "load_back", _loading_one_window)
     _wrap(HybridCacheController, "_sync_prefetch_hit_query", _agreeing)
     _wrap(HybridCacheController, "allocate_storage_hit", _cutting)
 
@@ -63,13 +70,57 @@ def _keeping_alive(stock: Any) -> Any:
     def checkpoint_into_tree(self: Any, req: Any, *, up_to: int, **kwargs: Any) -> Any:
         if not getattr(req, _KEPT, False):
             setattr(req, _KEPT, True)
-            storage = getattr(self.cache_controller, "storage_backend", None)
-            keep_alive = getattr(storage, "keep_alive", None)
-            if keep_alive is not None and req.kv.cache_protected_len:
-                keep_alive(self, req.last_node)
+            storage = _ours(self)
+            if storage is not None and req.kv.cache_protected_len:
+                storage.keep_alive(self, req.last_node)
         return stock(self, req, up_to=up_to, **kwargs)
 
     return checkpoint_into_tree
+
+
+def _ours(cache: Any) -> Any:
+    """The cache's storage backend; None where it is not the plugin's."""
+    storage = getattr(cache.cache_controller, "storage_backend", None)
+    return storage if hasattr(storage, "keep_alive") else None
+
+
+def _loading_one_window(stock: Any) -> Any:
+    def load_back(self: Any, node_id: Any, mem_quota: Any = None, req: Any = None) -> Any:
+        if req is not None and _ours(self) is not None:
+            split_at_window(self, node_id, req)
+        return stock(self, node_id, mem_quota, req)
+
+    return load_back
+
+
+def split_at_window(cache: Any, node_id: Any, req: Any) -> None:
+    """Let a node begin where the last window of a prefix begins, if the host alone has it.
+
+    Args:
+        cache: SGLang's radix cache.
+        node_id: where the prefix ends; keeps its end.
+        req: a request whose tokens begin with the prefix.
+    """
+    if ComponentType.SWA not in cache.components:
+        return
+    core = cache.tree_core
+    (path,) = core.collect_path_info([node_id])
+    window_pages = -(-cache.sliding_window_size // cache.page_size)
+    start = path[-1].path_end - window_pages * cache.page_size if path else 0
+    for node in path:
+        if node.path_start < start < node.path_end:
+            if core.component_has_host_value_only(node.node_id, ComponentType.SWA):
+                # A look-up that ends inside a node splits it.
+                key = RadixKey(
+                    req.full_untruncated_fill_ids,
+                    req.extra_key,
+                    is_bigram=core.is_eagle,
+                    limit=start + int(core.is_eagle),
+                    cache_salt=req.cache_salt,
+                )
+                found = core.match_prefix(MatchPrefixParams(key=key))
+                cache._apply_cache_actions(found.cache_actions)
+            return
 
 
 def _agreeing(stock: Any) -> Any:
