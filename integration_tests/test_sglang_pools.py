@@ -247,7 +247,7 @@ def test_pools_that_do_not_match_are_refused_at_start(device: Any) -> None:
         "swa_layer_mapping": {1: 0, 2: 1, 4: 2},
         "use_mla": False,
     }
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="draft"):
         assembler.build_hybrid_swa_group(**group, mtp_full_device_pools=(device.swa_kv_pool,))
 
 
@@ -320,6 +320,19 @@ def test_a_hit_that_host_memory_cuts_ends_where_it_can_be_restored(
     assert target.mem_pool_host.available_size() == (free_pages - kept_pages) * PAGE_TOKENS
     cut = (43 - kept_pages) * PAGE_TOKENS
     assert target.storage_backend.cuts == ([cut] if cut else [])
+
+
+def test_a_hit_that_waits_for_room_is_not_counted_as_cut(device: Any) -> None:
+    target = controller(device, 25)
+    indices, _ = target.allocate_storage_hit(
+        operation([8, 43], 43),
+        43 * PAGE_TOKENS,
+        allow_partial=False,
+        min_tokens=PAGE_TOKENS,
+        evict_host=lambda tokens: 0,
+    )
+    assert indices is None and target.storage_backend.cuts == []
+    assert target.mem_pool_host.available_size() == 25 * PAGE_TOKENS
 
 
 def test_settings_are_json(device: Any) -> None:

@@ -153,8 +153,8 @@ STORAGE_ROWS: tuple[Contract, ...] = (
         "HybridCacheController.allocate_storage_hit",
         "room for a hit, or for a part of it",
         first="operation hit_tokens",
-        named="min_tokens",
-        accepts="allow_partial evict_host",
+        named="allow_partial min_tokens",
+        accepts="evict_host",
     ),
     _call(
         "srt.managers.cache_controller",

@@ -142,21 +142,34 @@ def _agreeing(stock: Any) -> Any:
 
 def _cutting(stock: Any) -> Any:
     def allocate_storage_hit(
-        self: Any, operation: Any, hit_tokens: int, *, min_tokens: int, **kwargs: Any
+        self: Any,
+        operation: Any,
+        hit_tokens: int,
+        *,
+        allow_partial: bool,
+        min_tokens: int,
+        **kwargs: Any,
     ) -> tuple[Any, int]:
-        indices, tokens = stock(self, operation, hit_tokens, min_tokens=min_tokens, **kwargs)
+        indices, tokens = stock(
+            self,
+            operation,
+            hit_tokens,
+            allow_partial=allow_partial,
+            min_tokens=min_tokens,
+            **kwargs,
+        )
         cut = getattr(self.storage_backend, "cut", None)
-        if cut is None or (indices is not None and tokens >= hit_tokens):
+        fits = indices is not None and tokens >= hit_tokens
+        if cut is None or fits or not allow_partial:  # all or nothing: SGLang tries again
             return indices, tokens
         kept = 0 if indices is None else tokens
         if kept and _has_window(operation):
             ends = operation.pool_storage_result.restorable_prefix_pages or ()
             kept = longest_end(ends, tokens // self.page_size) * self.page_size
-            if kept < max(min_tokens, 1):
+            if kept < min_tokens:
                 kept = 0
             self.mem_pool_host.free(indices[kept:])
-            indices = indices[:kept] if kept else None
-            tokens = kept
+            indices, tokens = (indices[:kept] if kept else None), kept
         cut(hit_tokens - kept)
         return indices, tokens
 
