@@ -7,6 +7,7 @@ The model's keys are wider than its values, which SGLang's own file backend can'
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ PROMPT_TOKENS, WHOLE_TOKENS = 700, 688
 LONG_TOKENS, LONG_WHOLE_TOKENS = 1000, 992
 CAPACITY_BYTES = 15_000_000
 """Seven of the prompts; one takes about 2 MB with a window at every page."""
+HOST_SWA_SHARE = 0.8
+"""Of the first server's host memory; 0.75 of the device's is theirs."""
 SMALL_HOST_TOKENS = 832
 """Host memory of the last server: 0.4 of the device's 2048 tokens, and a page."""
 HOT, COLD, HOLED, LONG = 11, 12, 13, 14
@@ -52,17 +55,18 @@ class Tiers:
     """Servers that share a store, the answers of one without, and what was counted."""
 
     def __init__(self, serve: ServerFactory, model: Path, folder: Path) -> None:
-        tiers = {
+        self.settings = {
             "path": str(folder),
             "capacity_gib": CAPACITY_BYTES / (1 << 30),
             "prefetch_tokens": PAGE_TOKENS,
         }
-        self.environment = {**STRICT, "MIMO_CONFIG": json.dumps({"tiers": tiers})}
         self.serve, self.model, self.folder = serve, model, folder
         servers = start_all(
             {
                 "stock": lambda: serve(model),
-                "plugin": lambda: self.start("mimo:kv,tiers", "--hicache-ratio=4"),
+                "plugin": lambda: self.start(
+                    "mimo:kv,tiers", "--hicache-ratio=4", host_swa_share=HOST_SWA_SHARE
+                ),
             }
         )
         prompts = (HOT, COLD, HOLED, LONG)
@@ -70,11 +74,11 @@ class Tiers:
         servers["stock"].stop()
         self.server: SglangServer = servers["plugin"]
 
-    def start(self, plugin: str, *arguments: str) -> Any:
+    def start(self, plugin: str, *arguments: str, **settings: float) -> Any:
         """A server with the store."""
-        return self.serve(
-            self.model, *HOST, *arguments, plugin=plugin, environment=self.environment
-        )
+        config = json.dumps({"tiers": {**self.settings, **settings}})
+        environment = {**STRICT, "MIMO_CONFIG": config}
+        return self.serve(self.model, *HOST, *arguments, plugin=plugin, environment=environment)
 
     def ask(self, seed: int) -> dict[str, int]:
         """Cached tokens of a prompt by the tier that had them; the answer is stock's."""
@@ -99,12 +103,15 @@ class Tiers:
                 before = now
 
     def counted(self, name: str, **labels: str) -> float:
-        """Of the plugin's store, or of SGLang."""
+        """Of the plugin's store, or of SGLang; written about a second after the event."""
         return self.server.metric(name, **labels) or 0.0
 
-    def settle(self) -> None:
-        """What was counted is written a second after the event at the latest."""
-        time.sleep(1.5)
+    def reach(self, wanted: float, name: str, **labels: str) -> None:
+        """Wait until that much was counted; what was counted before is written with it."""
+        deadline = time.monotonic() + WAIT_S
+        while (found := self.counted(name, **labels)) < wanted and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert found == wanted, (name, labels)
 
 
 def tokens_of(seed: int) -> list[int]:
@@ -129,60 +136,54 @@ def test_every_tier_answers_as_stock_does(
     serve_sglang: ServerFactory, model: Path, tmp_path: Path
 ) -> None:
     tiers = Tiers(serve_sglang, model, tmp_path)
-    counted = tiers.counted
-    assert "process=scheduler | features=kv,tiers | contracts ok" in tiers.server.log_text()
-    tiers.store(HOT, COLD, *FLOODS)
-    tiers.settle()
-    assert counted(PAGES, what="read") == 0
-    touched = counted(PAGES, what="touched")
-    loaded = {pool: counted(LOADED, pool=pool) for pool in ("kv", "swa")}
-
-    # Flooded out of the device: host memory answers, with all of full attention and one window.
-    assert tiers.ask(HOT) == {"host": WHOLE_TOKENS}
-    tiers.settle()
-    assert counted(LOADED, pool="kv") - loaded["kv"] == WHOLE_TOKENS
-    assert counted(LOADED, pool="swa") - loaded["swa"] == WINDOW_TOKENS
-    assert tiers.ask(HOT) == {"device": WHOLE_TOKENS}
-    # Which renews it in the store, whose pages are not read.
-    tiers.settle()
+    counted, reach = tiers.counted, tiers.reach
+    log = tiers.server.log_text()
+    assert "process=scheduler | features=kv,tiers | contracts ok" in log
+    slots = dict(re.findall(r"Allocating (\w+) hierarchical KV host pool: (\d+) tokens", log))
     prefix_pages = WHOLE_TOKENS // PAGE_TOKENS
-    assert counted(PAGES, what="touched") - touched == prefix_pages + WINDOW_PAGES
-    assert counted(PAGES, what="read") == 0
+    needed_pages = prefix_pages + WINDOW_PAGES
 
+    tiers.store(HOT, COLD, *FLOODS)
+    # Flooded out of the device: host memory answers, with all of full attention and one window.
+    # Which renews it in the store, whose pages are not read.
+    assert tiers.ask(HOT) == {"host": WHOLE_TOKENS}
+    reach(WHOLE_TOKENS, LOADED, pool="kv")
+    reach(WINDOW_TOKENS, LOADED, pool="swa")
+    reach(needed_pages, PAGES, what="touched")
+    assert tiers.ask(HOT) == {"device": WHOLE_TOKENS}
     tiers.store(*LATER_FLOODS, LONG, HOLED)
+    assert counted(PAGES, what="read") == 0
     assert sum(path.stat().st_size for path in tmp_path.rglob("*.page")) <= CAPACITY_BYTES
     newest_window_page(tmp_path).unlink()
     tiers.server.flush()
     assert tiers.ask(HOT) == {"storage": WHOLE_TOKENS}
-    tiers.settle()
     # Of the windows one is read, the one at the end.
     window_bytes = newest_window_page(tmp_path).stat().st_size - HEADER_BYTES
-    assert counted(BYTES, direction="read", kind="swa") == WINDOW_PAGES * window_bytes
-    assert counted(PAGES, what="read") == prefix_pages + WINDOW_PAGES
+    reach(WINDOW_PAGES * window_bytes, BYTES, direction="read", kind="swa")
+    reach(needed_pages, PAGES, what="read")
     assert counted(PAGES, what="damaged") == counted(PAGES, what="dropped") == 0
+    full_bytes = counted(BYTES, direction="read", kind="full") / prefix_pages
+    shares = int(slots["full"]) * full_bytes, int(slots["swa"]) * window_bytes
+    assert shares[1] / sum(shares) == pytest.approx(HOST_SWA_SHARE, abs=0.01)
     tiers.server.stop()
 
     # Another server, with stock's tree and little host memory.
     tiers.server = tiers.start("mimo:tiers", "--hicache-ratio=0.4")
     assert tiers.ask(HOT) == {"storage": WHOLE_TOKENS}
-    tiers.settle()
-    assert counted(PAGES, what="touched") == prefix_pages + WINDOW_PAGES
+    reach(needed_pages, PAGES, what="touched")
     assert counted(MISSED) == 0
     # Never asked for again, it made room in the store.
     tiers.server.flush()
     assert tiers.ask(COLD) == {}
-    tiers.settle()
-    assert counted(MISSED, reason="absent") == WHOLE_TOKENS
+    reach(WHOLE_TOKENS, MISSED, reason="absent")
     # A window page is missing: the hit ends where the window before it does.
     tiers.server.flush()
     assert tiers.ask(HOLED) == {"storage": WHOLE_TOKENS - PAGE_TOKENS}
+    reach(PAGE_TOKENS, MISSED, reason="no_window")
     # Host memory has no room for all of it, and at the length that fits no window is stored.
     tiers.server.flush()
     (kept,) = tiers.ask(LONG).values()
     assert WHOLE_TOKENS < kept < SMALL_HOST_TOKENS
-    tiers.settle()
-    assert counted(MISSED, reason="no_window") == PAGE_TOKENS
-    assert counted(MISSED, reason="host_capacity") == LONG_WHOLE_TOKENS - kept
-    assert counted(
-        "sglang:storage_prefetch_unfulfilled_tokens_total", reason="host_capacity"
-    ) == counted(MISSED, reason="host_capacity")
+    cut = LONG_WHOLE_TOKENS - kept
+    reach(cut, MISSED, reason="host_capacity")
+    reach(cut, "sglang:storage_prefetch_unfulfilled_tokens_total", reason="host_capacity")
