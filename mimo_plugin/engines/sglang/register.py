@@ -148,7 +148,7 @@ def activate(server_args: Any, environ: Mapping[str, str]) -> MimoConfig | None:
 def give_up(server_args: Any, reason: str) -> None:
     """Leave the engine stock (``MIMO_STRICT=0``), and say so in the log and in the record."""
     logger.error("mimo-plugin is OFF for this engine (MIMO_STRICT=0): %s", reason)
-    view = _view(server_args)
+    view = resolved(server_args)
     if view.radix_cache_backend == BACKEND:
         _resolve(server_args, radix_cache_backend=None)
     if view.schedule_policy == POLICY:
@@ -207,7 +207,7 @@ def _fitting(server_args: Any, config: MimoConfig) -> tuple[str, ...]:
     """The features that fit this model; one that was named and doesn't fit is an error."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
 
-    cfg, model_config = _view(server_args), model_config_of(server_args)
+    cfg, model_config = resolved(server_args), model_config_of(server_args)
     features = []
     for name in config.features:
         fit = importlib.import_module(_FIT_MODULES[name])
@@ -222,7 +222,7 @@ def _fitting(server_args: Any, config: MimoConfig) -> tuple[str, ...]:
     return tuple(features)
 
 
-def _view(server_args: Any) -> Any:
+def resolved(server_args: Any) -> Any:
     """The resolved values of a record."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
