@@ -27,4 +27,5 @@ def test_available_features_are_fully_described():
 def test_lists_by_engine():
     assert features.available("vllm") == ("kv", "scheduler", "mtp", "vision", "video")
     assert features.defaults("vllm") == features.available("vllm")
-    assert features.available("sglang") == features.defaults("sglang") == ("kv", "scheduler")
+    assert features.available("sglang") == ("kv", "scheduler", "vision")
+    assert features.defaults("sglang") == features.available("sglang")

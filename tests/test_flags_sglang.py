@@ -177,7 +177,8 @@ def test_encoder_and_language_servers(tmp_path: Path, capsys: pytest.CaptureFixt
     encoder = sglang(capsys, path, "--role", "encoder", "--encoder-url", "http://p:8997")
     assert encoder == [
         *("sglang", "serve", "--model-path", path, "--plugin", "mimo:vision"),
-        *("--encoder-only", "--encoder-register-urls", "http://p:8997"),
+        *("--encoder-only", "--enable-prefix-mm-cache"),
+        *("--encoder-register-urls", "http://p:8997"),
     ]
     language = sglang(capsys, path, "--role", "language")
     assert "--language-only" in language and "--enable-multi-layer-eagle" in language

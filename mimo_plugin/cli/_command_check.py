@@ -14,7 +14,6 @@ from mimo_plugin.core.pool_ratio import swa_per_full
 from mimo_plugin.engines.sglang.arguments import REFUSED
 from mimo_plugin.errors import ConfigError
 
-_CHECK = "command"
 _STOCK_RATIO = 0.8
 
 
@@ -38,28 +37,30 @@ def _outcome(tried: Probe) -> Iterator[Finding]:
     if tried.error is None:
         features = tried.values.get("mimo_features")
         if features:
-            yield ok(_CHECK, f"SGLang takes it; features {', '.join(features)}")
+            yield ok("command", f"SGLang takes it; features {', '.join(features)}")
         elif tried.values.get("mimo_degraded"):
             yield problem(
-                _CHECK,
+                "command",
                 f"no feature of the plugin runs: {tried.values['mimo_degraded']}",
                 "name the features that fit, or drop --plugin",
             )
         else:
-            yield note(_CHECK, "SGLang takes it; it does not ask for the plugin (--plugin mimo)")
+            yield note("command", "SGLang takes it; it does not ask for the plugin (--plugin mimo)")
     elif tried.step == "parse":
-        yield problem(_CHECK, f"SGLang does not read it: {tried.error}", "correct the command line")
+        yield problem(
+            "command", f"SGLang does not read it: {tried.error}", "correct the command line"
+        )
     elif tried.error.startswith(REFUSED):
-        yield problem(_CHECK, tried.error.removeprefix(REFUSED), "as the line says")
+        yield problem("command", tried.error.removeprefix(REFUSED), "as the line says")
     elif tried.step == "resolve":
         yield problem(
-            _CHECK,
+            "command",
             f"SGLang refuses it here: {tried.error}",
             "correct the command, or check it on the machine that it is meant for",
         )
     else:
         yield problem(
-            _CHECK, f"SGLang does not read it at all: {tried.error}", "repair SGLang first"
+            "command", f"SGLang does not read it at all: {tried.error}", "repair SGLang first"
         )
 
 
@@ -72,7 +73,7 @@ def _advice(tried: Probe) -> Iterator[Finding]:
     try:
         model = load_model(str(path))
     except ConfigError:
-        yield note(_CHECK, f"{path} is no directory here: its pools and drafts are not checked")
+        yield note("command", f"{path} is no directory here: its pools and drafts are not checked")
         return
     yield from _pools(model, values)
     if model.architecture.startswith(MIMO_ARCHITECTURES):

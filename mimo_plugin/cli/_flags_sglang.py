@@ -154,7 +154,7 @@ def sglang_command(model: Model, wish: Wanted) -> Command:
         arguments.append(("--trust-remote-code",))
         notes.append("the configuration names code of its own: read it before you trust it")
     if wish.role == ENCODER:
-        arguments.append(("--encoder-only",))
+        arguments += [("--encoder-only",), ("--enable-prefix-mm-cache",)]
         if wish.encoder_urls:
             arguments.append(("--encoder-register-urls", *wish.encoder_urls))
         notes.append("an encoder has no KV: its options are those of the language server")
@@ -196,7 +196,7 @@ def _features(model: Model, wish: Wanted) -> tuple[str, ...]:
         return names
     if wish.role == ENCODER:
         return ("vision",)
-    fits = {"vision": takes_images(model), "tiers": wish.hicache}
+    fits = {"vision": takes_images(model), "tiers": False}  # tiers wants settings of its own
     return tuple(name for name in available(ENGINE) if fits.get(name, True))
 
 

@@ -265,7 +265,8 @@ def check_allow_list(
         known: names of all entry points in the groups that the list filters.
         seam: of the engine.
     """
-    check, variable = "allow-list", seam.allow_list
+    check = "allow-list"
+    variable = seam.allow_list
     names = allow_list(environ, seam)
     if names is None:
         said = "names no plugin" if environ.get(variable) is not None else "is not set"
