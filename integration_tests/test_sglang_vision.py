@@ -227,14 +227,7 @@ def installed(monkeypatch: pytest.MonkeyPatch):
     ):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(MiMoV2ForCausalLM, "encoder_media_processor_config", None, raising=False)
-    monkeypatch.setattr(install.register, "resolved", lambda record: record)
-    monkeypatch.setattr(
-        "sglang.srt.arg_groups.model_override_base.model_config_of",
-        lambda record: SimpleNamespace(dtype=torch.bfloat16),
-    )
-    record = SimpleNamespace(model_path="/none", revision=None)
-    settings = replace(REFERENCE, mean_std="stock")
-    install.install_vision(record, SimpleNamespace(vision=settings))
+    install.use(make_rule(REFERENCE, {}, STOCK, torch.bfloat16))
 
 
 def preprocessor(model: Model) -> EncoderPreprocessor:

@@ -24,17 +24,9 @@ def install_vision(server_args: Any, config: MimoConfig) -> None:
     """Let this process, which has just got its arguments, make rows and route items our way."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
 
-    from mimo_plugin.engines.sglang.vision.encoder import leave_the_event_loop
-    from mimo_plugin.engines.sglang.vision.processor import RowsProcessor
-    from mimo_plugin.engines.sglang.vision.routing import install_routing
-
     cfg = register.resolved(server_args)
     rule = rule_of(cfg, model_config_of(server_args), config.vision)
-    RowsProcessor.rule = rule
-    processors: Any = importlib.import_module(_PROCESSORS)
-    processors.MiMoProcessor = RowsProcessor
-    leave_the_event_loop()
-    install_routing()
+    use(rule)
     logger.info(
         "mimo vision: mean %s, std %s (of 0..255), from %s; rows in %s",
         _rounded(rule.mean),
@@ -42,6 +34,19 @@ def install_vision(server_args: Any, config: MimoConfig) -> None:
         config.vision.mean_std,
         rule.dtype,
     )
+
+
+def use(rule: PixelRule) -> None:
+    """Put our processor in the place of SGLang's in this process, and route items."""
+    from mimo_plugin.engines.sglang.vision.encoder import leave_the_event_loop
+    from mimo_plugin.engines.sglang.vision.processor import RowsProcessor
+    from mimo_plugin.engines.sglang.vision.routing import install_routing
+
+    RowsProcessor.rule = rule
+    processors: Any = importlib.import_module(_PROCESSORS)
+    processors.MiMoProcessor = RowsProcessor
+    leave_the_event_loop()
+    install_routing()
 
 
 def rule_of(cfg: Any, model_config: Any, settings: VisionConfig) -> PixelRule:
