@@ -14,9 +14,10 @@ from mimo_plugin.cli._plugins import SGLANG, VLLM, Seam
 from mimo_plugin.cli._probe import try_import
 from mimo_plugin.cli._report import Finding, note, ok, problem
 from mimo_plugin.contracts import check_sglang, check_vllm, find_package, source_version
+from mimo_plugin.engines.sglang import register as sglang_register
 from mimo_plugin.engines.sglang import version as sglang_version
 from mimo_plugin.engines.vllm import version as vllm_version
-from mimo_plugin.errors import nearest
+from mimo_plugin.errors import MimoError, nearest
 
 KNOWN_VARIABLES = ("MIMO_STRICT", "MIMO_CONFIG", "MIMO_VLLM_SOURCES", "MIMO_SGLANG_SOURCES")
 
@@ -227,3 +228,16 @@ def check_variables(environ: Mapping[str, str]) -> list[Finding]:
             problem("variables", f"MIMO_STRICT is {strict!r}", "set it to 1 (default) or 0")
         )
     return findings
+
+
+def check_section(environ: Mapping[str, str]) -> list[Finding]:
+    """Settings for SGLang come from the environment: would they be accepted?"""
+    if not environ.get(sglang_register.CONFIG_ENV, "").strip():
+        return []
+    name = sglang_register.CONFIG_ENV
+    try:
+        config = sglang_register.parse(sglang_register.section_from_environment(environ), environ)
+    except MimoError as error:
+        return [problem("variables", f"{name} is refused: {error}", f"correct {name}")]
+    features = ", ".join(config.features) if config is not None else "none"
+    return [ok("variables", f"{name} asks for {features}")]

@@ -97,6 +97,8 @@ def examine(
     known = [name for group in seam.groups for name in names[group]]
     report.add(plugins.check_allow_list(environ, known, seam))
     report.add(environment.check_variables(environ))
+    if seam is plugins.SGLANG:
+        report.add(environment.check_section(environ))
     load_findings = _check_loading(installed, load, timeout_s, seam)
     report.add(load_findings)
     loaded = any(found.level == "ok" for found in load_findings)
