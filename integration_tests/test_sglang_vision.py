@@ -370,6 +370,48 @@ def test_an_item_goes_to_its_encoder_in_every_turn(installed) -> None:
     assert len(set(last.values())) > 1
 
 
+def found_again(encoders: int, ours: bool) -> tuple[float, float]:
+    """Of images that come back in a chat: the share that meets an encoder which has seen it, and
+    the share in a part that this encoder has seen, which is what it keeps embeddings by."""
+    urls = [f"http://encoder-{i}" for i in range(encoders)]
+    receiver, rng = Receiver(urls), random.Random(0)
+    random.seed(0)
+    back = seen = kept = 0
+    for chat in range(200):
+        images = [f"data:image/png;base64,{chat}/{i}" for i in range(rng.randint(1, 12))]
+        known: set[tuple[str, tuple[str, ...]]] = set()
+        for turn in range(1, len(images) + 1):
+            shown = images[:turn]
+            view = routing.routed(receiver, request(image_data=shown)) if ours else receiver
+            items = [{"modality": Modality.IMAGE, "url": url} for url in shown]
+            counts = view._assign_items_by_modality(items, len(view.encode_urls))[Modality.IMAGE]
+            rest = iter(shown)
+            parts = [
+                (url, tuple(next(rest) for _ in range(count)))
+                for url, count in zip(view.encode_urls, counts, strict=True)
+            ]
+            for url, part in parts:
+                old = [image for image in part if image in images[: turn - 1]]
+                back += len(old)
+                seen += sum(any(u == url and i in p for u, p in known) for i in old)
+                kept += len(old) * ((url, part) in known)
+            known.update(parts)
+    return seen / back, kept / back
+
+
+@pytest.mark.parametrize(
+    ("encoders", "stock", "mine"),
+    [(2, (0.9, 0.4), 1.0), (4, (0.75, 0.5), 0.97), (8, (0.5, 0.5), 0.95)],
+)
+def test_what_comes_back_is_found_again(
+    installed, encoders: int, stock: tuple[float, float], mine: float
+) -> None:
+    theirs, ours = found_again(encoders, ours=False), found_again(encoders, ours=True)
+    print(f"{encoders} encoders, known and kept: {theirs} in stock, {ours}")
+    assert theirs[0] < stock[0] and theirs[1] < stock[1]
+    assert min(ours) >= mine
+
+
 def test_kinds_are_numbered_as_sglang_does(installed) -> None:
     """Parts are put together by number: images, then videos, each in the order of the request."""
     order = dispatched(
