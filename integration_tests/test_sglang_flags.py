@@ -22,13 +22,6 @@ from tools.server import SGLANG_CPU_ARGUMENTS, engine_environment, has_reference
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
-# Reads every command of a JSON object, and prints what was found.
-READ_ALL = """
-import json, sys
-from mimo_plugin.engines.sglang import arguments
-found = {name: arguments.read(words) for name, words in json.loads(sys.argv[1]).items()}
-print(json.dumps(found))
-"""
 TOWERS = {"vision_config": {"depth": 1}, "audio_config": {"layers": 1}}
 
 
@@ -90,7 +83,8 @@ def found(commands: dict[str, Command], tiny: str) -> dict[str, Any]:
         "resolved": here(tiny, *commands["tiny"].vector[4:]),
     }
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", READ_ALL, json.dumps(lines)],
+        [sys.executable, "-W", "ignore", "-m", "integration_tests.sglang_arguments"]
+        + [json.dumps(lines), "resolved"],
         env=engine_environment(),
         capture_output=True,
         text=True,
@@ -140,6 +134,11 @@ def test_a_printed_command_resolves(found: dict[str, Any]) -> None:
 )
 def test_a_command_that_is_refused(found: dict[str, Any], name: str, step: str, said: str) -> None:
     assert (found[name]["step"], said in found[name]["error"]) == (step, True)
+
+
+def test_a_process_that_loads_no_plugins_has_ours(found: dict[str, Any]) -> None:
+    """B85: the record that it is started with brings them along."""
+    assert found["process"] == {"exit": 0, "plugins_loaded": False, "roles": ["encoder"]}
 
 
 def test_doctor_says_so(tiny: str) -> None:
