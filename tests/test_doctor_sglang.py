@@ -142,7 +142,7 @@ def test_contract_mismatch(healthy: Site) -> None:
     ("value", "said"),
     [
         ("{", "not valid JSON"),
-        ('{"kv": {"ladder_groth": 0.5}}', "did you mean 'ladder_growth'?"),
+        ('{"kv": {"ladder_growths": 0.5}}', "did you mean 'ladder_growth'?"),
         ('{"features": ["mtp"]}', "not in this version for SGLang"),
         ("/no/such/file", "can't be read"),
     ],
