@@ -142,6 +142,13 @@ def test_the_log_says_what_is_active(servers):
     assert "mimo scheduler" not in servers["stock"].log_text()
 
 
+def test_each_process_says_so(servers):
+    """B85: the record brings the section, and the hook behind ``publish`` reads it."""
+    log = servers["plugin"].log_text()
+    for role in ("tokenizer", "scheduler", "detokenizer"):
+        assert log.count(f"process={role} | features=kv,scheduler | contracts ok") == 1, role
+
+
 def test_requests_that_leave_are_forgotten(servers):
     """After the burst the server serves on, and its own checks find nothing wrong."""
     server = servers["plugin"]

@@ -109,13 +109,19 @@ _TABLE = (
         name="vision",
         title="image preprocessing on the model's device",
         status="available",
-        engines=("vllm",),
-        seam="ModelRegistry, MULTIMODAL_REGISTRY.register_processor",
+        engines=("vllm", "sglang"),
+        seam=(
+            "vLLM: ModelRegistry, MULTIMODAL_REGISTRY.register_processor; "
+            "SGLang: MiMoProcessor, EncoderPreprocessor, MMReceiverBase"
+        ),
         contracts=(
             "vllm.model_executor.models.mimo_v2_omni",
             "vllm.multimodal.processing.processor",
             "vllm.multimodal.parse",
             "vllm.multimodal.inputs",
+            "sglang.srt.multimodal.processors.mimo_v2",
+            "sglang.srt.disaggregation.encoder.preprocessor",
+            "sglang.srt.disaggregation.encoder.receiver",
         ),
         default=True,
         replaced_by="a processor for MiMo-V2 in vLLM that sends pixels as bytes",

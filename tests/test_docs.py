@@ -388,7 +388,7 @@ def test_variables():
 
 def test_checks_of_the_doctor():
     checks = set()
-    for name in ("_environment", "_plugins", "doctor"):
+    for name in ("_command_check", "_environment", "_plugins", "doctor"):
         tree = ast.parse((ROOT / "mimo_plugin" / "cli" / f"{name}.py").read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "check":
