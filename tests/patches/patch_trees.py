@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Source trees to test patches on.
 
-``MIMO_VLLM_SOURCES=DIR[:DIR...]`` names further source trees (each holds a package ``vllm``), to
+``MIMO_VLLM_SOURCES=DIR[:DIR...]`` names further packages ``vllm``, or the directories that hold them, to
 check that the series applies to other releases, and that none of them has a change already.
 ``MIMO_SGLANG_SOURCES`` does the same. They need not be importable.
 
@@ -38,7 +38,8 @@ def installed(engine: str) -> Path:
 def source_trees(engine: str) -> list[Path]:
     """The installed engine and the trees of the environment."""
     more = os.environ.get(f"MIMO_{engine.upper()}_SOURCES", "")
-    return [installed(engine), *(Path(path) for path in more.split(":") if path)]
+    named = [source.locate(engine, Path(path)) for path in more.split(":") if path]
+    return [installed(engine), *named]
 
 
 def plain_files(base: Path, engine: str, files: Sequence[str], target: Path) -> None:
