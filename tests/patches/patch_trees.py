@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Source trees to test patches on.
 
-``MIMO_VLLM_SOURCES=DIR[:DIR...]`` names further packages ``vllm``, or the directories that hold them, to
-check that the series applies to other releases, and that none of them has a change already.
-``MIMO_SGLANG_SOURCES`` does the same. They need not be importable.
+``MIMO_VLLM_SOURCES=DIR[:DIR...]`` names further packages ``vllm``, or the directories that hold
+them, to check that the series applies to other releases, and that none of them has a change
+already. ``MIMO_SGLANG_SOURCES`` does the same. They need not be importable.
 
 The engines' requirements exclude each other: one that this Python lacks is looked for in its
 environment of the checkout, ``.venv-<engine>``.

@@ -24,7 +24,7 @@ def hits(prompts: list[list[int]], *, together: bool = False) -> list[int]:
     """Hits of prompts, one after the other or all waiting at once."""
     pools = Pools(
         full_tokens=32_768,
-        swa_tokens=8192,
+        swa_tokens=16_384,
         page_tokens=PAGE_TOKENS,
         chunk_tokens=CHUNK_TOKENS,
     )
