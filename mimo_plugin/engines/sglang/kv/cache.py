@@ -61,6 +61,9 @@ class SegmentedSWAComponent(SWAComponent):  # type: ignore[misc]
 class MimoRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     """``UnifiedRadixCache`` with the plugin's SWA retention; see :meth:`configure`."""
 
+    #: asked by the optional patch that gives the stock cache a retention of its own
+    retains_swa_by_length = False
+
     def __init__(self, params: Any) -> None:
         #: True while a request's KV is handed over segment by segment
         self.cutting = False
