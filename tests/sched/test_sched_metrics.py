@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mimo_plugin.core.affinity import NORMAL, OVERDUE, PREEMPTED, Waiting
 from mimo_plugin.core.lanes import Lane
-from mimo_plugin.core.queue_report import QueueReport
+from mimo_plugin.engines.queue_report import QueueReport
 from mimo_plugin.metrics import ADMISSION_REASONS, DEFERRAL_REASONS, SPECS, merge_payloads
 from tests.sched.harness import (
     BASES,

@@ -27,7 +27,7 @@ from sglang.srt.runtime_context import get_observability, get_parallel, get_sche
 from mimo_plugin.config import MimoConfig
 from mimo_plugin.core.affinity import FCFS, OVERDUE, PREEMPTED, AffinityRule, Cost
 from mimo_plugin.core.lanes import Lane
-from mimo_plugin.core.queue_report import QueueReport
+from mimo_plugin.engines.queue_report import QueueReport
 from mimo_plugin.engines.sglang import register
 from mimo_plugin.engines.sglang.metrics import make_sink
 from mimo_plugin.engines.sglang.sched.batch import (

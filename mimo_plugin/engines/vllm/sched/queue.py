@@ -21,7 +21,7 @@ from vllm.v1.request import RequestStatus
 
 from mimo_plugin.core.affinity import NORMAL, OVERDUE, PREEMPTED, AffinityLine, Waiting
 from mimo_plugin.core.lanes import full_lane, lane_of
-from mimo_plugin.core.queue_report import QueueReport
+from mimo_plugin.engines.queue_report import QueueReport
 from mimo_plugin.engines.vllm.sched.chunks import LongChunks
 from mimo_plugin.engines.vllm.sched.followers import Followers
 from mimo_plugin.engines.vllm.sched.hits import HitIndex
