@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from integration_tests.side_by_side import stop_all
 from tools import tiny_mimo
 from tools.server import EngineServer, SglangServer, VllmServer, engine_environment
 
@@ -84,30 +85,35 @@ def _server_factory(
     kind: type[EngineServer], common: Sequence[str], log_dir: Path
 ) -> Iterator[ServerFactory]:
     numbers = itertools.count()
-    with contextlib.ExitStack() as stack:
+    running: list[EngineServer] = []
 
-        def serve(
-            model: Path | str,
-            *arguments: str,
-            plugin: str | None = None,
-            dtype: str = "float32",
-            environment: dict[str, str] | None = None,
-            **options: Any,
-        ) -> EngineServer:
-            """Start a server; ``plugin="mimo:kv"`` adds ``--plugin mimo:kv``."""
-            chosen = ["--plugin", plugin] if plugin else []
-            name = f"server-{next(numbers)}"
-            server = kind(
-                model,
-                arguments=[*common, f"--dtype={dtype}", *chosen, *arguments],
-                environment=environment,
-                log=log_dir / f"{name}.log",
-                name=name,
-                **options,
-            )
-            return stack.enter_context(server)
+    def serve(
+        model: Path | str,
+        *arguments: str,
+        plugin: str | None = None,
+        dtype: str = "float32",
+        environment: dict[str, str] | None = None,
+        **options: Any,
+    ) -> EngineServer:
+        """Start a server; ``plugin="mimo:kv"`` adds ``--plugin mimo:kv``."""
+        chosen = ["--plugin", plugin] if plugin else []
+        name = f"server-{next(numbers)}"
+        server = kind(
+            model,
+            arguments=[*common, f"--dtype={dtype}", *chosen, *arguments],
+            environment=environment,
+            log=log_dir / f"{name}.log",
+            name=name,
+            **options,
+        )
+        server.start()
+        running.append(server)
+        return server
 
+    try:
         yield serve
+    finally:
+        stop_all(running)
 
 
 @pytest.fixture

@@ -156,19 +156,20 @@ def test_each_step_has_a_layer(chunked, expected):
 @pytest.mark.parametrize("server", ["chunked", "pressed"])
 def test_long_prompts_lose_nothing_to_rejections_hits_or_chunks(server, request, expected):
     """B32, B34, B73: exact, because every row of the KV is; cold, then from the cache."""
-    roomy = server == "chunked"  # under pressure it depends on the order what is left of a prompt
     server = request.getfixturevalue(server)
-    long = [p for p in prompts(seed=1) if len(p) > 24]
-    for cached in (False, True):
+    client, long = Client(server), [p for p in prompts(seed=1) if len(p) > 24]
+    hits = []
+    # Of a batch too large for the pool nothing may be left; a prompt that was asked alone is.
+    for asked in (long, long, long[-1:], long[-1:]):
         before = counts(server, CHECKED), counts(server, ACCEPTED)
-        hits = Client(server).at_once(long, OUTPUT_TOKENS)
-        assert any(a.cached for a in hits) is cached or (cached and not roomy)
+        hits.append(any(answer.cached for answer in client.at_once(asked, OUTPUT_TOKENS)))
         checked, accepted = (
             [new - old for new, old in zip(counts(server, name), old, strict=True)]
             for name, old in zip((CHECKED, ACCEPTED), before, strict=True)
         )
         assert checked[1] > 0 and checked[2] > 0
         assert accepted[1:] == checked[1:]
+    assert hits[-1] and not hits[0]
 
 
 def test_a_perfect_copy_reaches_all_positions(pressed, expected):
@@ -220,7 +221,7 @@ def test_sampled_tokens_have_the_distribution_of_an_engine_without_drafts(plain,
     """Two samples of pairs of tokens, out of four that are allowed; both servers draw alike."""
     prompt = prompts(seed=4)[-1]
     allowed = [400, 500, 600, 700]
-    samples = 96
+    samples = 64
 
     def draw(server: VllmServer) -> Counter:
         found: Counter = Counter()
@@ -260,22 +261,11 @@ def test_a_draft_that_is_never_accepted_is_reported_once(blind):
     assert blind.metric("mimo:mtp_self_check_failures_total") == 1
 
 
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 REFUSALS = {
-    # B30: never one layer for two steps
-    "more drafts than layers": Refusal(
-        ["--plugin=mimo:mtp", speculation(num_speculative_tokens=4)],
-        ["'mtp'", "num_speculative_tokens: found 4", "3 draft layers"],
-        environment=environment(),
-    ),
     "no layers": Refusal(["--plugin=mimo:mtp"], ["holds no MTP layers"], environment=environment()),
     "first model runner": Refusal(
         ["--plugin=mimo:mtp", speculation(num_speculative_tokens=3)],
         ["Model Runner V1", "VLLM_USE_V2_MODEL_RUNNER=1"],
-    ),
-    "another method": Refusal(
-        ["--plugin=mimo:mtp", "--speculative-config=" + json.dumps(NGRAM)],
-        ["speculative method is 'ngram'", "needed: 'mtp'"],
     ),
 }
 

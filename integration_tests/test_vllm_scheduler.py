@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 import pytest
 
 from integration_tests.kv_client import alignment_tokens, message
-from integration_tests.refusal import Refusal, check_refused, serve_all
 from integration_tests.sched_client import PATIENCE_S, Job, LineClient, Reply, Start
 from integration_tests.side_by_side import start_all
 from mimo_plugin import __version__
@@ -523,36 +522,3 @@ def test_every_start_is_counted_once(servers, kind):
     assert {reason: logged.count(reason) for reason in counted} == counted
     assert client.server.metric("mimo:queue_wait_s_count") == sum(counted.values()) == len(logged)
     assert client.server.metric("mimo:metrics_dropped_total") == 0
-
-
-# --- refusals ---------------------------------------------------------------------------------
-
-
-REFUSALS = {
-    "age_credit": Refusal(
-        ["--plugin=mimo:scheduler", section(age_credit=-1)],
-        ("mimo.scheduler.age_credit: found -1", "allowed: a number >= 0"),
-    ),
-    "lanes": Refusal(
-        [
-            "--plugin=mimo:scheduler",
-            section(
-                lanes=[
-                    {"over_tokens": 262144, "max_prefills": 1},
-                    {"over_tokens": 65536, "max_prefills": 1},
-                ]
-            ),
-        ],
-        ("mimo.scheduler.lanes: found", "over_tokens ascending", "fix: sort the lanes"),
-    ),
-}
-
-
-@pytest.fixture(scope="module")
-def refused(tiny_model):
-    return serve_all(tiny_model, REFUSALS)
-
-
-@pytest.mark.parametrize("name", REFUSALS)
-def test_a_bad_setting_is_one_line_and_no_engine(refused, name):
-    check_refused(refused[name], REFUSALS[name].words)

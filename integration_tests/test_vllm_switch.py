@@ -7,12 +7,14 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from importlib import metadata, util
 from pathlib import Path
 
 import pytest
 
 from integration_tests.refusal import Refusal, check_refused, serve_all
+from integration_tests.side_by_side import start_all
 from mimo_plugin import __version__
 from mimo_plugin.engines.vllm.version import installed_vllm
 from tools.server import engine_environment
@@ -43,19 +45,57 @@ def probe(model, additional_config, **environment):
 
 
 @pytest.fixture(scope="module")
-def stock(tiny_model):
+def probes(tiny_model):
+    """Engines in a process of their own: results and logs by what of us they load."""
+    return start_all(
+        {
+            "stock": partial(probe, tiny_model, {}, VLLM_PLUGINS=""),
+            "off": partial(probe, tiny_model, {}),
+            "on": partial(probe, tiny_model, {"mimo": {"features": ["kv"]}}),
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def stock(probes):
     """An engine that loads no plugin at all."""
-    result, log = probe(tiny_model, {}, VLLM_PLUGINS="")
+    result, log = probes["stock"]
     assert "mimo-plugin" not in log
     return result
+
+
+@pytest.fixture(scope="module")
+def servers(serve_module, tiny_model):
+    """One server that the plugin is on in, one that goes on without it."""
+    return start_all(
+        {
+            "on": partial(
+                serve_module,
+                tiny_model,
+                "--distributed-executor-backend=mp",
+                plugin="mimo:kv",
+                environment={"VLLM_WORKER_MULTIPROC_METHOD": "spawn"},
+            ),
+            "lenient": partial(
+                serve_module,
+                tiny_model,
+                f"--additional-config={bad_setting()}",
+                environment={"MIMO_STRICT": "0"},
+            ),
+        }
+    )
+
+
+def bad_setting():
+    return json.dumps({"mimo": {"kv": {"swa_share": 1.5}}})
 
 
 # --- off ------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_installed_but_off_is_stock(tiny_model, stock):
-    off, log = probe(tiny_model, {})
+def test_installed_but_off_is_stock(probes, stock):
+    off, log = probes["off"]
     assert "mimo-plugin" not in log
     assert off["wrapped"] == ARGUMENT_HOOKS
     assert stock["wrapped"] == [] and stock["modules"] == []
@@ -69,8 +109,8 @@ def test_installed_but_off_is_stock(tiny_model, stock):
 
 
 @pytest.mark.slow
-def test_offline_engine_switched_on(tiny_model, stock):
-    on, log = probe(tiny_model, {"mimo": {"features": ["kv"]}})
+def test_offline_engine_switched_on(probes, stock):
+    on, log = probes["on"]
     assert [tokens for tokens, _ in on["outputs"]] == [tokens for tokens, _ in stock["outputs"]]
     assert on["scheduler_cls"] == "mimo_plugin.engines.vllm.scheduler.make_scheduler"
     assert any(name.startswith("mimo_plugin.engines.vllm.kv") for name in on["classes"])
@@ -87,13 +127,8 @@ def test_offline_engine_switched_on(tiny_model, stock):
 
 
 @pytest.mark.slow
-def test_server_says_what_is_active_in_each_process(serve, tiny_model):
-    server = serve(
-        tiny_model,
-        "--distributed-executor-backend=mp",
-        plugin="mimo:kv",
-        environment={"VLLM_WORKER_MULTIPROC_METHOD": "spawn"},
-    )
+def test_server_says_what_is_active_in_each_process(servers):
+    server = servers["on"]
     log = server.log_text()
     line = f"mimo-plugin {__version__} | {installed_vllm().label} | process="
     for process in ("API", "EngineCore", "Worker0"):
@@ -111,17 +146,9 @@ def test_server_says_what_is_active_in_each_process(serve, tiny_model):
 # --- asked for, but can't run ---------------------------------------------------------------
 
 
-def bad_setting():
-    return json.dumps({"mimo": {"kv": {"swa_share": 1.5}}})
-
-
 @pytest.mark.slow
-def test_lenient_server_runs_stock_and_shows_it(serve, tiny_model, stock):
-    server = serve(
-        tiny_model,
-        f"--additional-config={bad_setting()}",
-        environment={"MIMO_STRICT": "0"},
-    )
+def test_lenient_server_runs_stock_and_shows_it(servers):
+    server = servers["lenient"]
     errors = [line for line in server.log_text().splitlines() if "mimo-plugin is OFF" in line]
     assert len(errors) == 1
     assert "ERROR" in errors[0] and "mimo.kv.swa_share" in errors[0]
@@ -157,8 +184,6 @@ def missing_symbol(directory):
 
 REFUSALS = {
     "feature": Refusal(["--plugin=mimo:kvv"], ("argument --plugin", "did you mean 'kv'?")),
-    "plugin": Refusal(["--plugin=nimo"], ("argument --plugin", "use --plugin mimo")),
-    "planned": Refusal(["--plugin=mimo:tiers"], ("argument --plugin", "not in this version")),
     "value": Refusal([f"--additional-config={bad_setting()}"], ("mimo.kv.swa_share: found 1.5",)),
     "version": Refusal(["--plugin=mimo:kv"], ("found vllm 0.31.0", "allowed:")),
     "symbol": Refusal(["--plugin=mimo:kv"], ("KVCacheManager.get_computed_blocks", "mimo doctor")),

@@ -464,15 +464,9 @@ def test_two_of_the_largest_images_are_held_at_once(imagenet):
 def test_asked_for_but_unfit(model, tiny_model):
     refusals = {
         "text": Refusal(["--plugin", "mimo:vision"], ["vision", "MiMoV2Flash"], model=tiny_model),
-        "backend": Refusal(
-            ["--plugin", "mimo:vision", *vision(backend="triton")], ["triton", "backend"]
-        ),
         "kwargs": Refusal(
             ["--plugin", "mimo:vision", "--mm-processor-kwargs", '{"max_pixel": 3}'],
             ["max_pixel", "max_pixels"],
-        ),
-        "no media": Refusal(
-            ["--plugin", "mimo:vision", "--language-model-only"], ["neither images nor videos"]
         ),
     }
     for name, done in serve_all(model, refusals).items():

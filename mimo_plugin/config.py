@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from mimo_plugin.config_tiers import TiersConfig, parse_tiers
 from mimo_plugin.config_values import (
     Validator,
     boolean,
@@ -165,6 +166,7 @@ class MimoConfig:
         mtp: settings of the feature ``mtp``.
         vision: settings of the feature ``vision``.
         video: settings of the feature ``video``.
+        tiers: settings of the feature ``tiers``.
         user_scheduler_cls: dotted path of the scheduler class that the user had set, which ours
             composes with.
         plugin_version: version of the plugin that validated this; empty before validation.
@@ -181,6 +183,7 @@ class MimoConfig:
     mtp: MtpConfig = field(default_factory=MtpConfig)
     vision: VisionConfig = field(default_factory=VisionConfig)
     video: VideoConfig = field(default_factory=VideoConfig)
+    tiers: TiersConfig = field(default_factory=TiersConfig)
     user_scheduler_cls: str | None = None
     plugin_version: str = ""
     engine_label: str = ""
@@ -299,7 +302,8 @@ def parse_feature_names(wanted: object, engine: str = "vllm") -> tuple[str, ...]
 
 def _require_available(name: str, engine: str) -> None:
     if name not in available(engine):
-        there = " for SGLang" if FEATURES[name].status == "available" else ""
+        other = {"vllm": "vLLM", "sglang": "SGLang"}[engine]
+        there = f" for {other}" if FEATURES[name].status == "available" else ""
         raise FeatureUnavailable(
             f"feature {name!r} ({FEATURES[name].title}) is not in this version{there}; "
             f"available: {listing(available(engine))}; fix: leave {name!r} out"
@@ -417,12 +421,17 @@ def _parse_video(raw: object) -> VideoConfig:
     return parse_video(f"{SECTION}.video", raw)
 
 
+def _parse_tiers(raw: object) -> TiersConfig:
+    return parse_tiers(f"{SECTION}.tiers", raw)
+
+
 _SECTIONS: dict[str, Callable[[object], Any]] = {
     "kv": _parse_kv,
     "scheduler": _parse_scheduler,
     "mtp": _parse_mtp,
     "vision": _parse_vision,
     "video": _parse_video,
+    "tiers": _parse_tiers,
 }
 
 

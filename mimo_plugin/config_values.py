@@ -52,6 +52,13 @@ def boolean(setting: str, value: object) -> bool:
     return value
 
 
+def text(setting: str, value: object) -> str:
+    """A text."""
+    if not isinstance(value, str):
+        raise setting_error(setting, value, "a text", "write it in quotes")
+    return value
+
+
 def number(
     *, over: float | None = None, least: float | None = None, below: float | None = None,
     most: float | None = None,

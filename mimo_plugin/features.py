@@ -109,13 +109,19 @@ _TABLE = (
         name="vision",
         title="image preprocessing on the model's device",
         status="available",
-        engines=("vllm",),
-        seam="ModelRegistry, MULTIMODAL_REGISTRY.register_processor",
+        engines=("vllm", "sglang"),
+        seam=(
+            "vLLM: ModelRegistry, MULTIMODAL_REGISTRY.register_processor; "
+            "SGLang: MiMoProcessor, EncoderPreprocessor, MMReceiverBase"
+        ),
         contracts=(
             "vllm.model_executor.models.mimo_v2_omni",
             "vllm.multimodal.processing.processor",
             "vllm.multimodal.parse",
             "vllm.multimodal.inputs",
+            "sglang.srt.multimodal.processors.mimo_v2",
+            "sglang.srt.disaggregation.encoder.preprocessor",
+            "sglang.srt.disaggregation.encoder.receiver",
         ),
         default=True,
         replaced_by="a processor for MiMo-V2 in vLLM that sends pixels as bytes",
@@ -130,7 +136,20 @@ _TABLE = (
         default=True,
         replaced_by="a loader in vLLM that decodes only what the wanted frames need",
     ),
-    _planned("tiers", "host and remote KV tiers for hybrid models"),
+    Feature(
+        name="tiers",
+        title="KV that outlives the engine, in a store below host memory",
+        status="available",
+        engines=("sglang",),
+        seam="SGLang: hicache_storage_backend (dynamic), HiCacheStorage",
+        contracts=(
+            "sglang.srt.mem_cache.hicache_storage",
+            "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller",
+            "sglang.srt.mem_cache.unified_radix_cache",
+        ),
+        default=False,
+        replaced_by="a registry of storage backends in SGLang, and a touch in its interface",
+    ),
 )
 
 FEATURES: dict[str, Feature] = {feature.name: feature for feature in _TABLE}

@@ -45,6 +45,9 @@ JOB_OUTCOMES = ("done", "failed", "timeout", "crashed", "refused")
 LOOKUP_OUTCOMES = ("hit", "miss", "mismatch")
 STORE_OUTCOMES = ("stored", "refused")
 DIRECTIONS = ("read", "written")
+TIER_MISSES = ("absent", "no_window", "host_capacity")
+TIER_KINDS = ("full", "swa", "other")
+TIER_PAGES = ("written", "read", "touched", "missed", "damaged", "dropped", "evicted")
 
 Kind = Literal["counter", "gauge", "histogram"]
 
@@ -292,6 +295,31 @@ METRICS: tuple[MetricSpec, ...] = (
         "Bytes of embeddings that went through the shared cache.",
         {"direction": DIRECTIONS},
     ),
+    _spec(
+        "counter",
+        "tier_hit_tokens",
+        "Tokens that look-ups found in the store with all that a hit needs.",
+    ),
+    _spec(
+        "counter",
+        "tier_missed_tokens",
+        "Tokens that look-ups did not find, found without the window at their end, or for which "
+        "host memory had no room.",
+        {"reason": TIER_MISSES},
+    ),
+    _spec(
+        "counter",
+        "tier_bytes",
+        "Bytes that went to and from the store, by kind of layers.",
+        {"direction": DIRECTIONS, "kind": TIER_KINDS},
+    ),
+    _spec(
+        "counter",
+        "tier_pages",
+        "Pages of the store: written, read, kept alive, asked for and missing, damaged, not "
+        "written for want of room or by a failure, and given up for others.",
+        {"what": TIER_PAGES},
+    ),
     _spec("counter", "metrics_dropped", "Observations lost because nobody collected them."),
     _spec(
         "gauge",
@@ -321,6 +349,7 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     _spec("gauge", "encoder_cache_used_bytes", "Bytes held in the node's shared embedding cache."),
     _spec("gauge", "encoder_cache_entries", "Embeddings held there."),
+    _spec("gauge", "tier_held_bytes", "Bytes that the store holds, of all who share it."),
     _spec("gauge", "degraded", "1 when the plugin was asked for and the engine runs without it."),
     _spec(
         "gauge",

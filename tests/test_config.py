@@ -138,9 +138,14 @@ def test_wrong_shapes_and_names(raw, words):
 
 
 def test_planned_feature_is_unavailable():
-    for raw in ({"features": ["replay"]}, {"tiers": {}}, {"features": ["kv"], "tiers": {}}):
+    for raw in ({"features": ["replay"]}, {"replay": {}}, {"features": ["kv"], "replay": {}}):
         with pytest.raises(FeatureUnavailable, match="not in this version; available: kv"):
             parse(raw)
+
+
+def test_a_feature_of_another_engine_is_unavailable():
+    with pytest.raises(FeatureUnavailable, match="not in this version for vLLM; available: kv"):
+        parse({"tiers": {}})
 
 
 def test_strictness_comes_from_the_environment():

@@ -20,6 +20,7 @@ from mimo_plugin.config import (
     KvConfig,
     MtpConfig,
     SchedulerConfig,
+    TiersConfig,
     VideoConfig,
     VisionConfig,
     parse_config,
@@ -66,6 +67,8 @@ SECTIONS = {
     "vision": VisionConfig,
     "video": VideoConfig,
 }
+#: and those that vLLM does not have
+ALL_SECTIONS = {**SECTIONS, "tiers": TiersConfig}
 #: read as text: importing them needs the engine
 ACCOUNTING = ROOT / "mimo_plugin" / "engines" / "vllm" / "kv" / "accounting.py"
 QUEUE = ROOT / "mimo_plugin" / "engines" / "vllm" / "sched" / "queue.py"
@@ -135,9 +138,9 @@ def test_planned_features_are_said_to_be_planned():
             assert status == "planned", what
 
 
-@pytest.mark.parametrize("section", SECTIONS)
+@pytest.mark.parametrize("section", ALL_SECTIONS)
 def test_options_are_those_of_the_code(section):
-    rows, defaults = table(page("options.md"), section), jsonable(SECTIONS[section]())
+    rows, defaults = table(page("options.md"), section), jsonable(ALL_SECTIONS[section]())
     assert [row[0].strip("`") for row in rows] == list(defaults)
     for row, (name, default) in zip(rows, defaults.items(), strict=True):
         assert len(row) == 6, f"{name}: {len(row)} columns"
@@ -213,7 +216,7 @@ def test_stated_bounds_hold(section, name, bound, inside):
             parse_config(settings, environ={})
 
 
-@pytest.mark.parametrize("section", SECTIONS)
+@pytest.mark.parametrize("section", ALL_SECTIONS)
 def test_an_option_that_nothing_reads_is_said_to_have_no_effect(section):
     apart = {"config.py", "settings.py"}
     sources = [
@@ -385,7 +388,7 @@ def test_variables():
 
 def test_checks_of_the_doctor():
     checks = set()
-    for name in ("_environment", "_plugins", "doctor"):
+    for name in ("_command_check", "_environment", "_plugins", "doctor"):
         tree = ast.parse((ROOT / "mimo_plugin" / "cli" / f"{name}.py").read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "check":
@@ -481,7 +484,8 @@ def test_examples_are_accepted():
         assert parse_config(example["mimo"], environ={}), name
     for path in WRITTEN:
         for option in re.findall(r"--plugin (mimo(?::\w+(?:,\w+)*)?)", path.read_text()):
-            parse_plugin_option(option)
+            names = set(filter(None, option.partition(":")[2].split(",")))
+            parse_plugin_option(option, "vllm" if names <= set(SECTIONS) else "sglang")
 
 
 def test_the_error_that_is_shown_is_the_real_one():

@@ -14,6 +14,7 @@ import pytest
 
 from mimo_plugin import __version__, contracts
 from mimo_plugin.cli import flags, main
+from mimo_plugin.cli._command import block_tokens
 from mimo_plugin.cli._model import load_model
 from mimo_plugin.contracts.source import SourceTree
 from tests.published_models import (
@@ -151,7 +152,7 @@ def test_block_size_follows_the_window(
     [(1, 16), (128, 16), (255, 16), (256, 32), (511, 32), (512, 64), (8192, 64)],
 )
 def test_block_size_of_a_window(window: int, block: int) -> None:
-    assert flags.block_tokens(window) == block
+    assert block_tokens(window) == block
 
 
 def test_json_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

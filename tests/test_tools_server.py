@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.server import ServerError, VllmServer, engine_environment, free_port
+from tools.server import STOP_GRACE_S, ServerError, VllmServer, engine_environment, free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -108,12 +108,18 @@ def test_a_server_that_never_answers_is_stopped(tmp_path):
     assert server.pid is None
 
 
-def test_a_server_that_ignores_sigterm_is_killed(tmp_path, monkeypatch):
+@pytest.mark.parametrize("by", ["supervisor", "user"])
+def test_a_server_that_ignores_sigterm_is_killed(tmp_path, by):
+    """The supervisor gives it its grace, and whoever stops it another 10 s."""
     code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + STAND_IN
-    monkeypatch.setattr("tools.server.STOP_GRACE_S", -9.5)
-    with stand_in(tmp_path, code) as server:
+    server = stand_in(tmp_path, code)
+    server.stop_grace_s = 0.2 if by == "supervisor" else STOP_GRACE_S
+    with server:
         pids = (server.pid, child_of(server.log_text()))
+        if by == "user":
+            server.stop_grace_s = -9.5
     assert wait_gone(*pids)
+    assert ("killing it" in server.log_text()) == (by == "supervisor")
 
 
 def test_a_killed_user_leaves_no_server(tmp_path):

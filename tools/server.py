@@ -114,7 +114,13 @@ def sglang_command() -> list[str]:
 
 
 class EngineServer:
-    """One server process. Use it as a context manager, or ``start`` and ``stop`` it."""
+    """One server process. Use it as a context manager, or ``start`` and ``stop`` it.
+
+    Attributes:
+        stop_grace_s: how long the engine may take to end by itself before it is killed.
+    """
+
+    stop_grace_s = STOP_GRACE_S
 
     def __init__(
         self,
@@ -172,7 +178,8 @@ class EngineServer:
         started = time.monotonic()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         reading, self._lifeline = os.pipe()
-        supervisor = [sys.executable, "-S", str(Path(__file__).resolve()), str(reading)]
+        supervisor = [sys.executable, "-S", str(Path(__file__).resolve())]
+        supervisor += [str(reading), str(self.stop_grace_s)]
         try:
             with open(self.log, "wb") as log:
                 self._process = subprocess.Popen(
@@ -219,7 +226,7 @@ class EngineServer:
             return
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=STOP_GRACE_S + 10)
+                process.wait(timeout=self.stop_grace_s + 10)
         finally:
             kill_group(process.pid)
             process.wait()
@@ -317,7 +324,13 @@ class VllmServer(EngineServer):
 
 
 class SglangServer(EngineServer):
-    """One ``sglang serve`` process; on the reference platform with the options that it needs."""
+    """One ``sglang serve`` process; on the reference platform with the options that it needs.
+
+    Told to end, an idle SGLang sleeps for many seconds; what it has answered loses nothing by a
+    kill.
+    """
+
+    stop_grace_s = 3.0
 
     def _serve(self) -> list[str]:
         needed = SGLANG_CPU_ARGUMENTS if has_reference_platform() else ()
@@ -342,7 +355,7 @@ def kill_group(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-def supervise(lifeline: int, command: Sequence[str]) -> int:
+def supervise(lifeline: int, grace_s: float, command: Sequence[str]) -> int:
     """Run ``command`` until it ends or the other end of the pipe ``lifeline`` closes.
 
     Runs as a process of its own, the leader of the server's process group.
@@ -356,7 +369,7 @@ def supervise(lifeline: int, command: Sequence[str]) -> int:
         if select.select([lifeline], [], [], 0.2)[0]:
             child.terminate()
             try:
-                child.wait(timeout=STOP_GRACE_S)
+                child.wait(timeout=grace_s)
             except subprocess.TimeoutExpired:
                 print("supervisor: the server did not stop in time; killing it", flush=True)
             kill_group(os.getpgrp())
@@ -369,4 +382,4 @@ def _default_signals() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(supervise(int(sys.argv[1]), sys.argv[2:]))
+    sys.exit(supervise(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]))

@@ -8,7 +8,7 @@ lint        ruff, ruff format, typos, mypy (strict)
 unit        tests/, without what the next tier holds; no engine process
 contracts   upstream contracts, patch queue, packaging
 engine      integration_tests/: the real vLLM, on the CPU unless a GPU is there
-sglang      integration_tests/: the real SGLang, in its own environment .venv-sglang
+sglang      integration_tests/: the real SGLang, in its own environment .venv-sglang; its patches
 
 Every tier is a pytest call of its own (but lint), with its closing lines visible. A tier in which
 no test passed fails, because a check that silently ran nothing is worse than one that failed.
@@ -87,13 +87,13 @@ def _found(root: Path, patterns: Sequence[str]) -> list[str]:
     return [str(path.relative_to(root)) for path in paths]
 
 
-_SGLANG_TESTS = "integration_tests/test_sglang_*.py"
+_SGLANG_TESTS = ("integration_tests/test_sglang_*.py", "tests/patches/test_sglang_*.py")
 
 TIERS = (
     Tier("unit", ("tests",), CONTRACT_PATHS, 900.0, parallel=True),
-    Tier("contracts", CONTRACT_PATHS, (), 900.0, parallel=True),
-    Tier("engine", ("integration_tests",), (_SGLANG_TESTS,), 2700.0),
-    Tier("sglang", (_SGLANG_TESTS,), (), 1200.0, python=SGLANG_PYTHON),
+    Tier("contracts", CONTRACT_PATHS, _SGLANG_TESTS, 900.0, parallel=True),
+    Tier("engine", ("integration_tests",), _SGLANG_TESTS, 2700.0),
+    Tier("sglang", _SGLANG_TESTS, (), 1200.0, python=SGLANG_PYTHON),
 )
 
 

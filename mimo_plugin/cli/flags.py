@@ -5,49 +5,26 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
-from dataclasses import dataclass
 from typing import Any
 
+from mimo_plugin.cli import _flags_sglang as sglang
+from mimo_plugin.cli._command import (
+    MIMO_ARCHITECTURES,
+    Command,
+    block_tokens,
+    check_sizes,
+    mtp_layers_of,
+)
 from mimo_plugin.cli._model import Model, load_model, require_hybrid
 from mimo_plugin.config import parse_plugin_option
 from mimo_plugin.core.geometry import GeometryError
 from mimo_plugin.core.pools import plan_pool
-from mimo_plugin.engines.vllm.mtp.checkpoint import UnreadableCheckpoint, count_mtp_layers
 from mimo_plugin.engines.vllm.vision.names import REPLACES as VISION_ARCHITECTURES
-from mimo_plugin.errors import one_line, setting_error
+from mimo_plugin.errors import setting_error
 from mimo_plugin.features import available
 
-ENGINES = ("vllm",)
-
-MIN_BLOCK_TOKENS = 16
-"""Smallest block that all of vLLM's attention backends accept."""
-
-MAX_BLOCK_TOKENS = 64
-"""Largest block that they have in common."""
-
-_BLOCKS_IN_A_WINDOW = 8
-"""A hit is rounded down to whole blocks and a checkpoint up to them: at most 1/8 of a window."""
-
-_MIMO_PARSERS = "MiMoV2"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Command:
-    """A command line and why each part is in it."""
-
-    arguments: tuple[tuple[str, ...], ...]
-    notes: tuple[str, ...]
-
-    def to_text(self) -> str:
-        """For a shell, one option a line."""
-        return " \\\n  ".join(shlex.join(group) for group in self.arguments)
-
-    def to_json(self) -> str:
-        """The argument vector and the notes."""
-        vector = [word for group in self.arguments for word in group]
-        return json.dumps({"command": vector, "notes": list(self.notes)}, indent=1)
+ENGINES = ("vllm", "sglang")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -63,7 +40,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--features",
         metavar="NAME[,NAME...]",
-        help=f"features to switch on (default: those of {','.join(available('vllm'))} that fit)",
+        help="features to switch on (default: those of the engine that fit; vLLM: "
+        f"{', '.join(available('vllm'))}; SGLang: {', '.join(available('sglang'))})",
     )
     parser.add_argument(
         "--tp", type=int, default=1, metavar="N", help="tensor parallel size (default: 1)"
@@ -72,14 +50,20 @@ def add_parser(subparsers: Any) -> None:
         "--max-model-len", type=int, metavar="TOKENS", help="default: what the model was made for"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    sglang.add_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the command."""
-    command = vllm_command(
-        load_model(args.model), features=args.features, tp=args.tp, max_len=args.max_model_len
-    )
+    model = load_model(args.model)
+    if args.engine == sglang.ENGINE:
+        command = sglang.sglang_command(model, sglang.wanted(args))
+    else:
+        sglang.refuse_options(args)
+        command = vllm_command(
+            model, features=args.features, tp=args.tp, max_len=args.max_model_len
+        )
     if args.json:
         print(command.to_json())
         return 0
@@ -87,14 +71,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"# {line}", file=sys.stderr)
     print(command.to_text())
     return 0
-
-
-def block_tokens(window_tokens: int) -> int:
-    """Block size for a window: the largest power of two that still cuts it into eight."""
-    size = MIN_BLOCK_TOKENS
-    while size < MAX_BLOCK_TOKENS and 2 * size * _BLOCKS_IN_A_WINDOW <= window_tokens:
-        size *= 2
-    return size
 
 
 def vllm_command(
@@ -107,7 +83,7 @@ def vllm_command(
         FeatureUnavailable: the model has no sliding-window layers beside full attention.
     """
     require_hybrid(model)
-    drafts, why_none = _mtp_layers(model)
+    drafts, why_none = mtp_layers_of(model)
     media = model.architecture in VISION_ARCHITECTURES
     fits = {"mtp": bool(drafts), "vision": media, "video": media}
     names = tuple(name for name in available("vllm") if fits.get(name, True))
@@ -116,17 +92,12 @@ def vllm_command(
     geometry = model.geometry
     window = geometry.window_tokens or 0
     block = block_tokens(window)
-    if tp < 1:
-        raise setting_error("--tp", tp, "a number > 0", "choose a divisor of the KV heads")
+    check_sizes(model, tp, max_len)
     try:
         in_cache = geometry.with_draft_layers(drafts if "mtp" in names else 0)
         plan = plan_pool(in_cache, block_tokens=block, tp=tp)
     except GeometryError as error:
         raise setting_error("--tp", tp, "a size that fits the KV heads", str(error)) from None
-    longest = geometry.max_len_tokens
-    if max_len is not None and (max_len < 1 or (longest is not None and max_len > longest)):
-        allowed = f"1 to {longest}" if longest is not None else "a number > 0"
-        raise setting_error("--max-model-len", max_len, allowed, "choose a shorter length")
     arguments: list[tuple[str, ...]] = [
         ("vllm", "serve", model.path),
         ("--plugin", f"mimo:{','.join(names)}"),
@@ -151,7 +122,7 @@ def vllm_command(
     if model.needs_remote_code:
         arguments.append(("--trust-remote-code",))
         notes.append("the configuration names code of its own: read it before you trust it")
-    if model.architecture.startswith(_MIMO_PARSERS) and model.has_chat_template:
+    if model.architecture.startswith(MIMO_ARCHITECTURES) and model.has_chat_template:
         arguments += [
             ("--reasoning-parser", "mimo"),
             ("--enable-auto-tool-choice",),
@@ -164,14 +135,3 @@ def vllm_command(
     elif why_none:
         notes.append(f"speculative decoding is left out: {why_none}")
     return Command(arguments=tuple(arguments), notes=tuple(notes))
-
-
-def _mtp_layers(model: Model) -> tuple[int, str]:
-    """MTP layers that feature ``mtp`` can use, or 0 and why there are none (empty: not MiMo-V2)."""
-    if not model.architecture.startswith(_MIMO_PARSERS):
-        return 0, ""
-    try:
-        found = count_mtp_layers(model.path)
-    except (UnreadableCheckpoint, ImportError, ValueError) as error:
-        return 0, f"the MTP layers can't be counted ({one_line(error)})"
-    return found, "" if found else "the checkpoint holds no MTP layers"

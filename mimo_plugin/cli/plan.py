@@ -9,8 +9,8 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from mimo_plugin.cli._command import block_tokens
 from mimo_plugin.cli._model import Model, load_model, require_hybrid
-from mimo_plugin.cli.flags import block_tokens
 from mimo_plugin.core.geometry import GeometryError
 from mimo_plugin.core.pools import GIB, PoolPlan, plan_pool
 from mimo_plugin.errors import ConfigError, setting_error

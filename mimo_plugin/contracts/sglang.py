@@ -9,6 +9,7 @@ from functools import partial
 from mimo_plugin.contracts.row import Contract, call, class_
 from mimo_plugin.contracts.sglang_sched import SCHED_ROWS
 from mimo_plugin.contracts.sglang_storage import STORAGE_ROWS
+from mimo_plugin.contracts.sglang_vision import VISION_ROWS
 
 _KV = ("kv",)
 _kv_call = partial(call, features=_KV)
@@ -78,6 +79,13 @@ _SWITCH_ROWS: tuple[Contract, ...] = (
         first="target hook hook_type",
     ),
     class_("srt.plugins.hook_registry", "HookType", "hooks publish", has="AFTER"),
+    class_(
+        "srt.plugins.hook_registry", "HookRegistry", "is publish hooked", has="_patched apply_hooks"
+    ),
+    call("srt.runtime_context", "get_observability", "are there metrics"),
+    call("srt.runtime_context", "get_parallel", "which rank writes metrics"),
+    call("srt.runtime_context", "get_serving", "labels of the metrics"),
+    call(_ARGS, "prepare_server_args", "reads a command for mimo doctor", first="argv"),
 )
 
 _KV_ROWS: tuple[Contract, ...] = (
@@ -246,11 +254,10 @@ _KV_ROWS: tuple[Contract, ...] = (
         "which checkpoint a request goes on from",
         has="node_id path_start path_end num_children",
     ),
-    _kv_call("srt.runtime_context", "get_serving", "labels of the metrics"),
-    _kv_call("srt.runtime_context", "get_parallel", "which rank writes metrics"),
 )
 
 SGLANG_CONTRACTS: tuple[Contract, ...] = tuple(
-    replace(row, package="sglang") for row in (*_SWITCH_ROWS, *_KV_ROWS, *SCHED_ROWS, *STORAGE_ROWS)
+    replace(row, package="sglang")
+    for row in (*_SWITCH_ROWS, *_KV_ROWS, *SCHED_ROWS, *STORAGE_ROWS, *VISION_ROWS)
 )
 """Every row.  One without features concerns the plugin itself: the switch."""

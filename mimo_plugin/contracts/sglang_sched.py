@@ -91,5 +91,7 @@ SCHED_ROWS: tuple[Contract, ...] = (
     ),
     _call("srt.runtime_context", "get_parallel", "do several ranks have to agree"),
     _call("srt.runtime_context", "get_schedule", "tokens of a chunk"),
+    _call("srt.runtime_context", "get_serving", "labels of the metrics"),
+    _call("srt.runtime_context", "get_observability", "are metrics on"),
 )
 """Every row of the feature scheduler."""

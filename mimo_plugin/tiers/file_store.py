@@ -41,12 +41,30 @@ RECOUNT_PART = 0.01
 """The directory is counted again when this part of the capacity was written since."""
 
 _SUFFIX, _PART_SUFFIX = ".page", ".part"
+_GATE = ".lock"
 _MAX_RUNS = min(os.sysconf("SC_IOV_MAX"), 1024)
 _STALE_PART_S = 3600.0
 
 
 class StoreError(MimoError):
     """A store that can't be opened; one line that says why."""
+
+
+def prepare(folder: Path) -> None:
+    """Make the folder of a store, unless it is there.
+
+    Raises:
+        StoreError: it can't be made or written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for shard in range(SHARDS):
+            (folder / f"{shard:02x}").mkdir(exist_ok=True)
+        os.close(os.open(folder / _GATE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    except OSError as error:
+        raise StoreError(
+            f"page store {folder}: {error.strerror}; needed: a folder that can be written to"
+        ) from error
 
 
 class FileStore:
@@ -74,15 +92,8 @@ class FileStore:
         )
         self._held = 0
         self._unseen_bytes = 0
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for shard in range(SHARDS):
-                (folder / f"{shard:02x}").mkdir(exist_ok=True)
-            self._gate = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise StoreError(
-                f"page store {folder}: {error.strerror}; needed: a folder that can be written to"
-            ) from error
+        prepare(folder)
+        self._gate = os.open(folder / _GATE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._recount()
 
     # -- the protocol --------------------------------------------------------------------------

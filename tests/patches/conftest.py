@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from mimo_plugin.cli._patch_queue import load_series
-from tests.patches.patch_trees import overlay
+from tests.patches.patch_trees import CHECKOUT, overlay
+from tools.server import SGLANG_CPU_ENVIRONMENT
 
 PROBES = Path(__file__).parent / "probes"
 PROBE_LIMIT_S = 300
@@ -42,6 +43,22 @@ def vllm_patched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 
 
 @pytest.fixture(scope="session")
+def sglang_measured(
+    probe: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Any, Any]:
+    """What SGLang's probes measure: as published, and with the whole series.
+
+    One process each, because importing SGLang takes longer than all that is measured.
+    """
+    trees = [
+        overlay("sglang", series, tmp_path_factory.mktemp("sglang"))
+        for series in ((), load_series("sglang"))
+    ]
+    plain, patched = (probe("sglang_all.py", tree) for tree in trees)
+    return plain, patched
+
+
+@pytest.fixture(scope="session")
 def probe() -> Callable[..., Any]:
     """Run a script of ``probes/`` on a source tree; returns the JSON it prints."""
     seen: dict[tuple[str, ...], Any] = {}
@@ -51,6 +68,8 @@ def probe() -> Callable[..., Any]:
         if key not in seen:
             env = {key: value for key, value in os.environ.items() if key != "VLLM_PLUGINS"}
             env |= {"PYTHONPATH": str(tree), "VLLM_LOGGING_LEVEL": "ERROR"}
+            if name.startswith("sglang"):  # its probes drive it with a benchmark of the checkout
+                env |= {"PYTHONPATH": f"{tree}:{CHECKOUT}", **SGLANG_CPU_ENVIRONMENT}
             done = subprocess.run(
                 [sys.executable, str(PROBES / name), *arguments],
                 env=env,

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Source trees to test patches on.
 
-``MIMO_VLLM_SOURCES=DIR[:DIR...]`` names further source trees (each holds a package ``vllm``), to
-check that the series applies to other releases. They need not be importable.
+``MIMO_VLLM_SOURCES=DIR[:DIR...]`` names further packages ``vllm``, or the directories that hold
+them, to check that the series applies to other releases, and that none of them has a change
+already. ``MIMO_SGLANG_SOURCES`` does the same. They need not be importable.
+
+The engines' requirements exclude each other: one that this Python lacks is looked for in its
+environment of the checkout, ``.venv-<engine>``.
 """
 
 from __future__ import annotations
@@ -18,19 +22,24 @@ import pytest
 from mimo_plugin.cli import _patch_state as source
 from mimo_plugin.cli._patch_queue import Patch, PatchError, load_series
 
+CHECKOUT = Path(__file__).resolve().parents[2]
+
 
 def installed(engine: str) -> Path:
     """Directory that holds the installed engine; skips the test when there is none."""
     try:
         return source.locate(engine)
     except PatchError as error:
+        for site in sorted(CHECKOUT.glob(f".venv-{engine}/lib/python*/site-packages")):
+            return source.locate(engine, site)
         pytest.skip(str(error))
 
 
 def source_trees(engine: str) -> list[Path]:
     """The installed engine and the trees of the environment."""
     more = os.environ.get(f"MIMO_{engine.upper()}_SOURCES", "")
-    return [installed(engine), *(Path(path) for path in more.split(":") if path)]
+    named = [source.locate(engine, Path(path)) for path in more.split(":") if path]
+    return [installed(engine), *named]
 
 
 def plain_files(base: Path, engine: str, files: Sequence[str], target: Path) -> None:

@@ -30,7 +30,7 @@ def test_wheel_carries_the_queue(tmp_path: Path) -> None:
         wheel.extractall(site)
     code = (
         "from mimo_plugin.cli._patch_queue import load_series, queue_root; "
-        "print(queue_root(), *(p.name for p in load_series('vllm')))"
+        "print(queue_root(), *(p.name for e in ('vllm', 'sglang') for p in load_series(e)))"
     )
     shown = subprocess.run(
         [sys.executable, "-c", code],
@@ -41,4 +41,5 @@ def test_wheel_carries_the_queue(tmp_path: Path) -> None:
         check=True,
     ).stdout.split()
     assert shown[0] == str(site / "mimo_plugin" / "_patches")
-    assert shown[1:] == sorted(path.name for path in (CHECKOUT / "patches/vllm").glob("*.patch"))
+    there = [sorted((CHECKOUT / "patches" / e).glob("*.patch")) for e in ("vllm", "sglang")]
+    assert shown[1:] == [path.name for paths in there for path in paths]

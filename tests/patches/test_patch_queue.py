@@ -36,7 +36,7 @@ EACH = [
 
 
 def test_there_are_patches() -> None:
-    assert len(QUEUES["vllm"]) >= 2
+    assert len(QUEUES["vllm"]) >= 2 and len(QUEUES["sglang"]) >= 2
 
 
 @pytest.mark.parametrize(("engine", "patch"), EACH)

@@ -129,15 +129,17 @@ def test_apply_and_undo(engine: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "nothing to undo" in capsys.readouterr().out
 
 
-def test_real_series_on_the_installed_engine(tmp_path: Path) -> None:
-    base, series = installed("vllm"), load_series("vllm")
-    files = {name for patch in series for name in patch.files} | {"vllm/_version.py"}
-    plain_files(base, "vllm", [*sorted(files), "vllm/__init__.py"], tmp_path)
+@pytest.mark.parametrize("name", queue.ENGINES)
+def test_real_series_on_the_installed_engine(name: str, tmp_path: Path) -> None:
+    base, series = installed(name), load_series(name)
+    files = {file for patch in series for file in patch.files} | {f"{name}/_version.py"}
+    plain_files(base, name, [*sorted(files), f"{name}/__init__.py"], tmp_path)
+    target = ("--engine", name, "--target", str(tmp_path))
     before = snapshot(tmp_path)
-    assert mimo("apply", "--target", str(tmp_path)) == 0
-    assert all(snapshot(tmp_path)[name] != before[name] for p in series for name in p.files)
-    assert mimo("check", "--target", str(tmp_path)) == 0
-    assert mimo("apply", "--undo", "--target", str(tmp_path)) == 0
+    assert mimo("apply", *target) == 0
+    assert all(snapshot(tmp_path)[file] != before[file] for p in series for file in p.files)
+    assert mimo("check", *target) == 0
+    assert mimo("apply", "--undo", *target) == 0
     assert snapshot(tmp_path) == before
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from mimo_plugin.core.affinity import NORMAL, OVERDUE, PREEMPTED, Waiting
 from mimo_plugin.core.lanes import Lane
-from mimo_plugin.engines.vllm.sched.report import SchedReport
+from mimo_plugin.engines.queue_report import QueueReport
 from mimo_plugin.metrics import ADMISSION_REASONS, DEFERRAL_REASONS, SPECS, merge_payloads
 from tests.sched.harness import (
     BASES,
@@ -26,6 +27,11 @@ from tests.sched.harness import (
 )
 
 LANES = (Lane(65_536, 2), Lane(262_144, 1))
+
+
+def report_of(lanes: Sequence[Lane] = LANES, **options: Any) -> QueueReport:
+    log = logging.getLogger("vllm.mimo_plugin")
+    return QueueReport(lanes, log, lambda item: str(item.request_id), **options)
 
 
 def waits(engine: Engine) -> list[float]:
@@ -59,7 +65,7 @@ def entry(order: int, group: int = NORMAL, priority: int = 0, uncached: int = 10
     ],
 )
 def test_reason(started, oldest, reason):
-    report = SchedReport(LANES, by_priority=True)
+    report = report_of(by_priority=True)
     report.admitted(started, oldest, 1.5, 1)
     payload = report.drain({})
     assert payload["inc"] == [["scheduler_admissions", [reason], 1]]
@@ -72,15 +78,15 @@ def test_reason(started, oldest, reason):
     [(10, "0"), (65_536, "0"), (65_537, "65536"), (262_144, "65536"), (10**6, "262144")],
 )
 def test_lane_of_a_wait(uncached, lane):
-    report = SchedReport(LANES)
+    report = report_of()
     report.admitted(entry(1, uncached=uncached), None, 0.0, 0)
     assert report.drain({})["obs"] == [["queue_wait_s", [lane], [0.0]]]
-    assert SchedReport(()).lane_name(uncached) == "0"
+    assert report_of(()).lane_name(uncached) == "0"
 
 
 def test_deferrals_are_counted_once_per_request_and_reason():
     """Once wrong: only the last reason is remembered, so a change of reasons counts again."""
-    report = SchedReport(LANES)
+    report = report_of()
     one, two = entry(1), entry(2)
     for _ in range(3):
         report.held(one)
@@ -92,7 +98,7 @@ def test_deferrals_are_counted_once_per_request_and_reason():
 
 
 def test_gauges_are_sent_when_they_change():
-    report = SchedReport(LANES)
+    report = report_of()
     assert report.drain({"waiting_uncached_tokens": 5})["set"]
     assert report.drain({"waiting_uncached_tokens": 5}) is None
     assert report.drain({"waiting_uncached_tokens": 6})["set"] == [

@@ -80,7 +80,7 @@ def test_a_missing_symbol_is_one_line(tmp_path: Path) -> None:
     assert all(line.startswith("sglang.srt.") and "\n" not in line for line in every)
     kv = contracts.check_sglang(tmp_path, features=["kv"])
     assert len(switch_only) < len(kv) < len(every) and set(kv) < set(every)
-    named = ["kv", "scheduler", "tiers"]
+    named = ["kv", "scheduler", "tiers", "vision"]
     assert contracts.check_sglang(tmp_path, features=named) == every
     (problem,) = contracts.check_sglang(tmp_path / "nowhere")
     assert "without __init__.py" in problem

@@ -18,7 +18,8 @@ import pytest
 
 from mimo_plugin import __version__, entrypoints
 from mimo_plugin.config import DEGRADED_KEY
-from mimo_plugin.engines.sglang import register, switch, version
+from mimo_plugin.engines.sglang import degraded, register, switch, version
+from mimo_plugin.engines.sglang.section import Section
 from mimo_plugin.errors import (
     ConfigError,
     ContractError,
@@ -32,6 +33,9 @@ RESOLVED: dict[str, Any] = {}
 
 class Record:
     """A stand-in for ``ServerArgs``: input fields, decisions beside them, bookkeeping."""
+
+    hicache_storage_backend: str | None = None
+    hicache_storage_backend_extra_config: str | None = None
 
     def __init__(
         self, radix_cache_backend: str | None = None, schedule_policy: str = "fcfs"
@@ -62,6 +66,12 @@ class Hooks:
 
     def __init__(self) -> None:
         self.found: list[tuple[str, Any, HookType]] = []
+        self._patched: set[str] = set()
+        self.works = True
+
+    def apply_hooks(self) -> None:
+        if self.works:
+            self._patched.update(target for target, *_ in self.found)
 
     def register(self, target: str, hook: Any, hook_type: HookType) -> None:
         self.found.append((target, hook, hook_type))
@@ -74,9 +84,15 @@ class Engine:
         self.record = record
         self.hooks = hooks
         self.model = types.SimpleNamespace(
-            is_hybrid_swa=True, full_attention_layer_ids=[0], vocab_size=1000
+            is_hybrid_swa=True,
+            is_multimodal=False,
+            full_attention_layer_ids=[0],
+            vocab_size=1000,
+            hf_config=types.SimpleNamespace(architectures=["MiMoV2FlashForCausalLM"]),
         )
         self.options: dict[str, Any] = {
+            "language_model_only": False,
+            "language_only": False,
             "disable_radix_cache": False,
             "disaggregation_mode": "null",
         }
@@ -94,10 +110,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     made = Engine(record, Hooks())
 
     def view(server_args: Any) -> Any:
-        given = {
-            "radix_cache_backend": server_args.radix_cache_backend,
-            "schedule_policy": server_args.schedule_policy,
-        }
+        names = ("radix_cache_backend", "schedule_policy", *register.STORAGE_FIELDS)
+        given = {name: getattr(server_args, name) for name in names}
         return types.SimpleNamespace(**{**given, **made.options, **server_args.decided})
 
     def decide(server_args: Any, source: str, **fields: Any) -> None:
@@ -130,6 +144,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     for variable in ("MIMO_CONFIG", "MIMO_STRICT"):
         monkeypatch.delenv(variable, raising=False)
     entrypoints.register_sglang()
+    made.hooks.apply_hooks()  # as SGLang does when all plugins are loaded
     yield made
 
 
@@ -444,7 +459,75 @@ def test_lenient_leaves_a_stock_engine(
     assert set(section(server_args)) == {DEGRADED_KEY}
     errors = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
     assert len(errors) == 1 and "is OFF for this engine" in errors[0]
-    assert engine.hooks.found[0][1]("context", server_args, role="scheduler") is None
+    said: list[None] = []
+    monkeypatch.setattr(degraded, "say_degraded", lambda: said.append(None))
+    for role in ("tokenizer", "scheduler"):
+        assert engine.hooks.found[0][1]("context", server_args, role=role) is None
+    assert len(said) == 1, "the metric is set where SGLang's own are"
+
+
+# --- every process --------------------------------------------------------------------------
+
+
+def test_a_record_brings_the_plugin_to_a_process_that_loads_none(engine: Engine) -> None:
+    """B85: SGLang's encoder ranks and further tokenizers never load plugins."""
+    server_args = engine.parsed("--plugin", "mimo:kv")
+    server_args.resolve_once()
+    carried = pickle.dumps(section(server_args))
+    for name in ("add_cli_args", "from_cli_args", "resolve_once"):  # another process: as it came
+        current = engine.record.__dict__[name]
+        stock = getattr(current, "__func__", current).__wrapped__
+        kind = type(current) if isinstance(current, (staticmethod, classmethod)) else None
+        setattr(engine.record, name, kind(stock) if kind else stock)
+    engine.hooks.found.clear()
+    engine.hooks._patched.clear()
+    restored = pickle.loads(carried)
+    assert dict(restored) == dict(section(server_args)) and type(restored) is Section
+    assert [target for target, *_ in engine.hooks.found] == [switch.PUBLISH]
+    assert switch.PUBLISH in engine.hooks._patched
+    assert pickle.loads(carried) == restored
+    assert len(engine.hooks.found) == 1
+
+
+def test_a_hook_that_was_not_applied_ends_it(engine: Engine) -> None:
+    """B85: SGLang logs that and goes on; no process would be prepared."""
+    engine.hooks.works = False
+    server_args = engine.parsed("--plugin", "mimo:kv")
+    server_args.resolve_once()
+    carried = pickle.dumps(section(server_args))
+    engine.hooks._patched.clear()
+    assert "did not apply the plugin's hook" in refused(lambda: pickle.loads(carried))
+    again = engine.parsed("--plugin", "mimo:kv")
+    assert "did not apply the plugin's hook" in refused(again.resolve_once)
+    engine.parsed().resolve_once()  # nobody asked
+
+
+@pytest.mark.parametrize("strict", ["1", "0"])
+@pytest.mark.parametrize("asked", ["environment", "backend"])
+def test_arguments_that_were_resolved_before_plugins_were_loaded(
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    asked: str,
+    strict: str,
+) -> None:
+    """B85: a program of the user's that builds and resolves ``ServerArgs`` first."""
+    argv = ("--radix-cache-backend", "mimo") if asked == "backend" else ()
+    server_args = engine.parsed(*argv)
+    engine.record.resolve_once.__wrapped__(server_args)
+    if asked == "environment":
+        monkeypatch.setenv("MIMO_CONFIG", '{"features": ["kv"]}')
+    monkeypatch.setenv("MIMO_STRICT", strict)
+    hook = engine.hooks.found[0][1]
+
+    def enter() -> None:
+        hook("context", server_args, role="tokenizer")
+
+    if strict == "1":
+        assert "resolved before the plugin was loaded" in refused(enter, SystemExit)
+    else:
+        enter()
+        assert "is OFF for this engine" in caplog.text
 
 
 # --- an SGLang that the plugin can't attach to ----------------------------------------------

@@ -15,7 +15,7 @@ from mimo_plugin.core.lanes import Lane
 from mimo_plugin.engines.sglang.sched.batch import (
     LEAST_SAVED_TOKENS,
     RecentBatches,
-    awaits_leader,
+    awaited_leader,
     chunk_limit_tokens,
     common_tokens,
     shorter_tokens,
@@ -36,6 +36,7 @@ class Request:
     extra_key: str | None = None
     cache_salt: str | None = None
     lora_id: str | None = None
+    rid: str = "r"
 
 
 def ids(*parts):
@@ -52,7 +53,7 @@ def follower(parts=((1, 600), (2, 100)), hit=0, **more):
 
 
 def waits(one, *batch, dense=False):
-    return awaits_leader(one, batch, PAGE, dense=dense)
+    return awaited_leader(one, batch, PAGE, dense=dense) is not None
 
 
 def test_a_follower_lets_the_leader_s_batch_go():
@@ -99,7 +100,7 @@ def test_a_batch_whose_results_are_not_there_yet_is_waited_for():
     recent.note(first)
     recent.note(second)
     assert list(recent.pending()) == first
-    assert awaits_leader(follower(), recent.pending(), PAGE, dense=True)
+    assert awaited_leader(follower(), recent.pending(), PAGE, dense=True) == ("r", 592)
     first[0].prefix_len = first[0].extend_end  # taken over into the tree
     assert not list(recent.pending())
     first[0].prefix_len, first[0].extend_end = 0, None  # or given back

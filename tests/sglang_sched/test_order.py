@@ -183,3 +183,18 @@ def test_random_histories_lose_nobody_and_ranks_agree(seed, mode):
         for request in waiting:
             if rng.random() < 0.2:
                 request.hit = rng.randrange(request.tokens)
+
+
+def test_what_starts_leaves_the_line_at_once():
+    """So that the oldest of the others is known when its admission is counted."""
+    bench = Bench()
+    first, second = Request("a", 100), Request("b", 50)
+    bench.sort([first, second])
+    entry, waited_s = bench.order.started(first)
+    assert entry.item is first and waited_s >= 0
+    assert bench.order.line.oldest().item is second
+    assert bench.order.started(first) is None
+    assert bench.order.started(Request("b", 50)) is None  # another request of that name
+    waiting = [second]
+    bench.sort(waiting)
+    assert waiting == [second] and len(bench.order) == 1

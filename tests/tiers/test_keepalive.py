@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 from mimo_plugin.engines.sglang.storage.keepalive import (
     INTERVAL_S,
@@ -43,12 +44,29 @@ def keep_alive(store, clock=lambda: 0.0):
 
 def test_all_of_full_attention_and_the_last_window_of_the_others():
     hashes = [f"h{i}" for i in range(10)]
-    assert pages_of(hashes, "kv", ["swa", "draft"], 3) == {
+    assert pages_of(hashes, ["kv", "index"], ["swa", "draft"], 3) == {
         "kv": hashes,
+        "index": hashes,
         "swa": ["h7", "h8", "h9"],
         "draft": ["h7", "h8", "h9"],
     }
-    assert pages_of(hashes[:2], "kv", ["swa"], 3) == {"kv": ["h0", "h1"], "swa": ["h0", "h1"]}
+    assert pages_of(hashes[:2], ["kv"], ["swa"], 3) == {"kv": ["h0", "h1"], "swa": ["h0", "h1"]}
+
+
+def test_prefixes_that_wait_together_are_touched_together_and_once():
+    store = Store()
+    store.gate.clear()
+    target = keep_alive(store)
+    target.add({"kv": ["first"]})
+    while target._waiting:  # the thread has it, and is held up with it
+        time.sleep(0.001)
+    target.add({"kv": ["a", "b"], "swa": ["b"]})
+    target.add({"kv": ["a", "c"], "swa": ["c"]})
+    store.gate.set()
+    store.wait(2)
+    target.close()
+    assert store.touched == [{"kv": ["first"]}, {"kv": ["a", "b", "c"], "swa": ["b", "c"]}]
+    assert target.pages == 1 + 5
 
 
 def test_a_prefix_is_touched_once_in_a_while():
@@ -77,9 +95,11 @@ def test_a_slow_store_drops_instead_of_growing():
         target.add({"kv": [f"{number}"]})
     assert target.dropped >= 19 and len(target._waiting) <= MAX_WAITING
     store.gate.set()
-    store.wait(MAX_WAITING)
+    store.wait()
+    while target._waiting:
+        store.wait()
     target.close()
-    assert store.touched[-1]["kv"] == [f"{MAX_WAITING + 19}"]
+    assert store.touched[-1]["kv"][-1] == f"{MAX_WAITING + 19}"
 
 
 def test_a_failing_store_does_not_end_it():

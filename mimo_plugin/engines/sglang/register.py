@@ -23,6 +23,7 @@ from typing import Any
 from mimo_plugin import __version__
 from mimo_plugin.config import DEGRADED_KEY, MimoConfig, parse_config, parse_strict
 from mimo_plugin.contracts import check_sglang
+from mimo_plugin.engines.sglang.section import Section
 from mimo_plugin.engines.sglang.version import installed_sglang, require_supported
 from mimo_plugin.errors import (
     ContractError,
@@ -42,6 +43,9 @@ BACKEND = "mimo"
 POLICY, STOCK_POLICY = "mimo-affinity", "fcfs"
 """Name of the schedule policy, and of the one that SGLang takes by itself."""
 
+STORAGE_FIELDS = ("hicache_storage_backend", "hicache_storage_backend_extra_config")
+"""SGLang's arguments for a store below host memory, which the feature ``tiers`` decides."""
+
 RECORD_ATTRIBUTE = "_mimo_plugin"
 """Where a ``ServerArgs`` record carries the section; names with ``_`` are bookkeeping there."""
 
@@ -51,10 +55,13 @@ logger = logging.getLogger(LOGGER_NAME)
 
 # feature -> module with `why_not(cfg, model_config) -> str | None`: why the feature doesn't fit,
 # and `require(cfg, model_config, config)`, which raises ConfigError for an option of the user's
-# that contradicts the feature
+# that contradicts the feature; some have `unused(cfg, model_config)`: leave it out silently where
+# it wasn't named, and `why_not_settings(cfg, model_config, config)`
 _FIT_MODULES = {
     "kv": "mimo_plugin.engines.sglang.kv.fit",
     "scheduler": "mimo_plugin.engines.sglang.sched.fit",
+    "tiers": "mimo_plugin.engines.sglang.storage.fit",
+    "vision": "mimo_plugin.engines.sglang.vision.fit",
 }
 
 # (process id, role) that have said what is active; the id makes a forked child start afresh.
@@ -121,6 +128,24 @@ def parse(section: Mapping[str, Any] | None, environ: Mapping[str, str]) -> Mimo
     return parse_config(section, environ=environ, engine=ENGINE)
 
 
+def decide_early(server_args: Any, environ: Mapping[str, str]) -> None:
+    """Check the section, and decide what SGLang's own checks and choices depend on.
+
+    Runs before SGLang resolves anything. What the user has set is left, for ``activate`` to refuse.
+
+    Raises:
+        ConfigError: a setting is wrong.
+        FeatureUnavailable: a feature was named that there is not.
+    """
+    config = parse(section_of(server_args, environ), environ)
+    if config is not None and "tiers" in config.features:
+        from mimo_plugin.engines.sglang.storage.arguments import backend_arguments
+
+        for name, value in backend_arguments(config.tiers).items():
+            if getattr(server_args, name) is None:
+                _resolve(server_args, **{name: value})
+
+
 def activate(server_args: Any, environ: Mapping[str, str]) -> MimoConfig | None:
     """Switch on what ``server_args``, just resolved, asks for.
 
@@ -148,12 +173,15 @@ def activate(server_args: Any, environ: Mapping[str, str]) -> MimoConfig | None:
 def give_up(server_args: Any, reason: str) -> None:
     """Leave the engine stock (``MIMO_STRICT=0``), and say so in the log and in the record."""
     logger.error("mimo-plugin is OFF for this engine (MIMO_STRICT=0): %s", reason)
-    view = _view(server_args)
+    view = resolved(server_args)
     if view.radix_cache_backend == BACKEND:
         _resolve(server_args, radix_cache_backend=None)
     if view.schedule_policy == POLICY:
         _resolve(server_args, schedule_policy=STOCK_POLICY)
-    setattr(server_args, RECORD_ATTRIBUTE, {DEGRADED_KEY: reason})
+    given = {name: getattr(server_args, name, None) for name in STORAGE_FIELDS}
+    if any(getattr(view, name, None) != value for name, value in given.items()):
+        _resolve(server_args, **given)
+    setattr(server_args, RECORD_ATTRIBUTE, Section({DEGRADED_KEY: reason}))
 
 
 def _activate(
@@ -172,7 +200,8 @@ def _activate(
         )
     features = _fitting(server_args, config)
     if not features:
-        setattr(server_args, RECORD_ATTRIBUTE, {DEGRADED_KEY: "no feature fits this model"})
+        reason = "no feature fits this model"
+        setattr(server_args, RECORD_ATTRIBUTE, Section({DEGRADED_KEY: reason}))
         return None
     config = replace(
         config,
@@ -185,7 +214,7 @@ def _activate(
         _resolve(server_args, radix_cache_backend=BACKEND)
     if "scheduler" in features:
         _resolve(server_args, schedule_policy=POLICY)
-    setattr(server_args, RECORD_ATTRIBUTE, config.to_dict())
+    setattr(server_args, RECORD_ATTRIBUTE, Section(config.to_dict()))
     return config
 
 
@@ -207,12 +236,17 @@ def _fitting(server_args: Any, config: MimoConfig) -> tuple[str, ...]:
     """The features that fit this model; one that was named and doesn't fit is an error."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
 
-    cfg, model_config = _view(server_args), model_config_of(server_args)
+    cfg, model_config = resolved(server_args), model_config_of(server_args)
     features = []
     for name in config.features:
-        fit = importlib.import_module(_FIT_MODULES[name])
+        fit: Any = importlib.import_module(_FIT_MODULES[name])
+        silently = name not in config.named and hasattr(fit, "unused")
+        if silently and fit.unused(cfg, model_config):
+            continue
         fit.require(cfg, model_config, config)
         reason = fit.why_not(cfg, model_config)
+        if reason is None and hasattr(fit, "why_not_settings"):
+            reason = fit.why_not_settings(cfg, model_config, config)
         if reason is None:
             features.append(name)
         elif name in config.named:
@@ -222,7 +256,7 @@ def _fitting(server_args: Any, config: MimoConfig) -> tuple[str, ...]:
     return tuple(features)
 
 
-def _view(server_args: Any) -> Any:
+def resolved(server_args: Any) -> Any:
     """The resolved values of a record."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
@@ -245,18 +279,36 @@ def enter_process(server_args: Any, role: str) -> MimoConfig | None:
     Raises:
         VersionError: another mimo-plugin is installed here than where the engine was configured.
         ConfigError: the section was damaged on its way.
+        FeatureUnavailable: the arguments were resolved without the plugin.
     """
-    config = parse(getattr(server_args, RECORD_ATTRIBUTE, None), os.environ)
+    section = getattr(server_args, RECORD_ATTRIBUTE, None)
+    if section is None and section_of(server_args, os.environ) is not None:
+        _resolved_without_us(role)
+        return None
+    config = parse(section, os.environ)
     if config is None:
+        if role == SCHEDULER_ROLE and degraded_reason(server_args) is not None:
+            from mimo_plugin.engines.sglang.degraded import say_degraded
+
+            say_degraded()
         return None
     if role == SCHEDULER_ROLE and "kv" in config.features:
         from mimo_plugin.engines.sglang.kv.backend import register_backend
 
         register_backend()
+    if role == SCHEDULER_ROLE and "tiers" in config.features:
+        from mimo_plugin.engines.sglang.storage.install import install_tiers
+
+        install_tiers(config)
     if role == SCHEDULER_ROLE and "scheduler" in config.features:
         from mimo_plugin.engines.sglang.sched.install import install_policy
 
         install_policy(server_args, config)
+    if "vision" in config.features:
+        from mimo_plugin.engines.sglang.vision import install as vision
+
+        if role in vision.ROLES:
+            vision.install_vision(server_args, config)
     if config.plugin_version != __version__:
         # Always fatal: what the record says was decided by other code than this.
         raise VersionError(
@@ -267,6 +319,22 @@ def enter_process(server_args: Any, role: str) -> MimoConfig | None:
     if role != SCHEDULER_ROLE:  # its log is set up later: it speaks when its cache is built
         log_active(role, config)
     return config
+
+
+def _resolved_without_us(role: str) -> None:
+    """What was asked for was not switched on: the record was resolved before plugins were loaded.
+
+    Raises:
+        FeatureUnavailable: start-up is strict.
+    """
+    reason = (
+        f"process {role!r} has arguments that were resolved before the plugin was loaded; needed: "
+        "plugins first; fix: call sglang.srt.plugins.load_plugins() before ServerArgs is resolved, "
+        "or start with `sglang serve` or sglang.Engine"
+    )
+    if parse_strict(os.environ):
+        raise FeatureUnavailable(reason)
+    logger.error("mimo-plugin is OFF for this engine (MIMO_STRICT=0): %s", reason)
 
 
 def log_active(role: str, config: MimoConfig) -> None:

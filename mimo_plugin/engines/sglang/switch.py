@@ -21,7 +21,8 @@ from typing import Any
 
 from mimo_plugin.config import SECTION, merge_plugin_option, parse_plugin_option, parse_strict
 from mimo_plugin.engines.sglang import register
-from mimo_plugin.errors import MimoError
+from mimo_plugin.engines.sglang.section import Section
+from mimo_plugin.errors import FeatureUnavailable, MimoError
 from mimo_plugin.features import available
 
 logger = logging.getLogger(register.LOGGER_NAME)
@@ -57,6 +58,30 @@ def install() -> None:
     if not done:
         # By the registry: it also reaches modules that have imported the function already.
         HookRegistry.register(PUBLISH, after_publish, HookType.AFTER)
+
+
+def join_process() -> None:
+    """Attach to a process that has got the arguments of an engine with the plugin.
+
+    Raises:
+        FeatureUnavailable: the hook can't be applied.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    install()
+    HookRegistry.apply_hooks()
+    _require_hook()
+
+
+def _require_hook() -> None:
+    """SGLang only logs a hook that it can't apply; without it no process would be prepared."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    if PUBLISH not in HookRegistry._patched:
+        raise FeatureUnavailable(
+            f"SGLang did not apply the plugin's hook on {PUBLISH} in this process; needed: plugins "
+            "loaded before arguments are resolved; fix: run `mimo doctor --engine sglang`"
+        )
 
 
 def after_publish(result: Any, server_args: Any, *args: Any, role: str, **kwargs: Any) -> None:
@@ -116,7 +141,8 @@ def _wrap_from_cli_args(stock: Callable[..., Any]) -> Callable[..., Any]:
         option = getattr(args, "plugin", None)
         if isinstance(option, str) and option.partition(":")[0].strip() == SECTION:
             try:
-                setattr(server_args, register.RECORD_ATTRIBUTE, _with_option(option))
+                section = Section(_with_option(option))
+                setattr(server_args, register.RECORD_ATTRIBUTE, section)
             except MimoError as error:
                 raise _for_user(error) from None
         return server_args
@@ -141,7 +167,8 @@ def _wrap_resolve_once(stock: Callable[..., Any]) -> Callable[..., Any]:
             # Before SGLang reads the model: a wrong setting is reported at once.
             _check_early(self)
             result = stock(self, *args, **kwargs)
-            register.activate(self, os.environ)
+            if register.activate(self, os.environ) is not None:
+                _require_hook()
         except MimoError as error:
             # Not to be taken for resolved: a second start with this record would run stock.
             self._resolution_finished, self._resolution_failed = False, True
@@ -154,7 +181,7 @@ def _wrap_resolve_once(stock: Callable[..., Any]) -> Callable[..., Any]:
 def _check_early(server_args: Any) -> None:
     """Refuse a wrong section before the model is looked at; lenient leaves it to later."""
     try:
-        register.parse(register.section_of(server_args, os.environ), os.environ)
+        register.decide_early(server_args, os.environ)
     except MimoError:
         if parse_strict(os.environ):
             raise

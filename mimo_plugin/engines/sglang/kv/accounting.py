@@ -1,21 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator sees of the KV feature on SGLang: hits, trimmed tokens, checkpoints, evictions.
-
-Counted in the scheduler's process and written to Prometheus there: SGLang collects the metrics of
-all its processes through ``PROMETHEUS_MULTIPROC_DIR``.
-"""
+"""What an operator sees of the KV feature on SGLang: hits, trimmed tokens, windows, evictions."""
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from mimo_plugin.core.segments import Segment
 from mimo_plugin.engines.prometheus import PrometheusSink
-from mimo_plugin.metrics import METRICS, MetricsBuffer
-
-logger = logging.getLogger("sglang.mimo_plugin")
+from mimo_plugin.metrics import MetricsBuffer
 
 NO_CHECKPOINT = "no_checkpoint"
 """Reason of every trimmed hit: SGLang's tree doesn't tell whether a checkpoint was there before."""
@@ -32,7 +25,6 @@ NAMES = frozenset(
         "cached_blocks",
         "hit_length_tokens",
         "metrics_dropped",
-        "info",
     }
 )
 
@@ -95,11 +87,3 @@ class Accounting:
         payload = self.buffer.drain()
         if payload is not None:
             self.sink.apply(payload, 0)
-
-
-def make_sink(model_name: str, info: list[str]) -> PrometheusSink:
-    """The Prometheus collectors of this process, with ``info`` as the labels of that gauge."""
-    specs = tuple(spec for spec in METRICS if spec.name in NAMES)
-    sink = PrometheusSink(model_name, [0], logger, specs=specs)
-    sink.set("info", 1, info, 0)
-    return sink

@@ -13,13 +13,13 @@ from sglang.srt.mem_cache.registry import (
     get_radix_cache_factory,
     register_radix_cache_backend,
 )
-from sglang.srt.runtime_context import get_parallel, get_serving
 
 from mimo_plugin.config import MimoConfig
 from mimo_plugin.engines.sglang import register
-from mimo_plugin.engines.sglang.kv.accounting import Accounting, make_sink
+from mimo_plugin.engines.sglang.kv.accounting import NAMES, Accounting
 from mimo_plugin.engines.sglang.kv.cache import MimoRadixCache
 from mimo_plugin.engines.sglang.kv.settings import message_start_ids, retention_rule, swa_group
+from mimo_plugin.engines.sglang.metrics import make_sink
 from mimo_plugin.errors import FeatureUnavailable, MimoError
 
 logger = logging.getLogger(register.LOGGER_NAME)
@@ -61,21 +61,14 @@ def _make(ctx: Any, config: MimoConfig) -> Any:
         rule=retention_rule(config.kv, group),
         group=group,
         start_ids=message_start_ids(config.kv, lambda: getattr(ctx.tp_worker, "tokenizer", None)),
-        accounting=_accounting(ctx, config, cache.page_size),
+        accounting=Accounting(
+            make_sink(config, NAMES, enabled=ctx.params.enable_metrics), cache.page_size
+        ),
     )
     core = type(cache.tree_core).__name__
     if "Rust" not in core:
         logger.warning("mimo kv: SGLang chose the tree core %s, not the one in Rust", core)
     return cache
-
-
-def _accounting(ctx: Any, config: MimoConfig, page_tokens: int) -> Accounting:
-    sink = None
-    # The ranks of one attention group decide alike; one of them speaks for all.
-    if ctx.params.enable_metrics and get_parallel().attn_tp_rank == 0:
-        info = [config.plugin_version, config.engine_label, ",".join(config.features)]
-        sink = make_sink(str(get_serving().served_model_name), info)
-    return Accounting(sink, page_tokens)
 
 
 def why_pools_do_not_fit(ctx: Any) -> str | None:

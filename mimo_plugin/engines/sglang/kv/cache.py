@@ -27,9 +27,6 @@ from mimo_plugin.core.segments import Segment, cut
 from mimo_plugin.core.window import GroupGeometry
 from mimo_plugin.engines.sglang.kv.accounting import Accounting
 
-_KEPT = "mimo_kept_alive"
-"""Mark of a request whose prefix has been kept alive in the store below."""
-
 #: Choosing costs a little for each checkpoint there is, so more than what is needed dies at a time:
 #: up to these parts of the pool, of any checkpoints, and of those that were passed or replaced.
 EVICT_ANY, EVICT_CHEAP = 32, 8
@@ -63,6 +60,9 @@ class SegmentedSWAComponent(SWAComponent):  # type: ignore[misc]
 
 class MimoRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     """``UnifiedRadixCache`` with the plugin's SWA retention; see :meth:`configure`."""
+
+    #: asked by the optional patch that gives the stock cache a retention of its own
+    retains_swa_by_length = False
 
     def __init__(self, params: Any) -> None:
         #: True while a request's KV is handed over segment by segment
@@ -188,7 +188,6 @@ class MimoRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         anchor = self._anchor(req, cached)
         if self.accounting.admitted(req, cached) and anchor is not None:
             self.order.used(anchor)
-        self._keep_alive(req)
         # A bigram key (EAGLE) is one shorter than the tokens it spans.
         extra = int(self.tree_core.is_eagle)
         last = self.rule.align(up_to - extra)
@@ -209,17 +208,6 @@ class MimoRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         if req.swa_branching_seqlen is not None and req.swa_branching_seqlen <= last:
             req.swa_branching_seqlen = None
         self.accounting.flush(self)
-
-    def _keep_alive(self, req: Any) -> None:
-        """Touch in our store what a request has found in the tree; once a request."""
-        keep_alive = getattr(
-            getattr(self.cache_controller, "storage_backend", None), "keep_alive", None
-        )
-        if keep_alive is None or getattr(req, _KEPT, False):
-            return
-        setattr(req, _KEPT, True)
-        if req.kv.cache_protected_len:
-            keep_alive(self.tree_core, req.last_node, self.group.window_blocks)
 
     def _sweep(self) -> None:
         """Forget checkpoints that went with full KV, of which nobody is told."""

@@ -63,9 +63,12 @@ def common_tokens(a: Sequence[int], b: Sequence[int]) -> int:
     return length
 
 
-def awaits_leader(request: Any, batch: Iterable[Any], page_size: int, *, dense: bool) -> bool:
-    """Whether a request should let this batch go without it, because a member of the batch
-    computes what it would compute as well.
+def awaited_leader(
+    request: Any, batch: Iterable[Any], page_size: int, *, dense: bool
+) -> tuple[str, int] | None:
+    """The member of a batch that computes what a request would compute as well, so that the
+    request should let the batch go without it: its id, and the tokens up to where the request can
+    go on from. None if there is none.
 
     Args:
         request: after its look-up: ``prefix_len`` and ``host_hit_length`` are what it found.
@@ -94,8 +97,8 @@ def awaits_leader(request: Any, batch: Iterable[Any], page_size: int, *, dense: 
 
         stop = awaited_tokens(hit_tokens, shared, leader.prefix_len, last_stop)
         if stop - hit_tokens >= LEAST_SAVED_TOKENS:
-            return True
-    return False
+            return str(leader.rid), stop
+    return None
 
 
 def _name_space(request: Any) -> tuple[Any, ...]:

@@ -80,6 +80,7 @@ class AffinityOrder:
         self._look_ups_per_pass = look_ups_per_pass
         self._sign = priority_sign
         self._entries: dict[str, Waiting] = {}
+        self._since_s: dict[str, float] = {}
         self._unseen: deque[Waiting] = deque()
         self._turn: deque[Waiting] = deque()
         self._arrivals = count()
@@ -102,6 +103,16 @@ class AffinityOrder:
         """What is known of a request that waits."""
         entry = self._entries.get(request.rid)
         return entry if entry is not None and entry.item is request else None
+
+    def started(self, request: Any) -> tuple[Waiting, float] | None:
+        """A request has joined a batch: it leaves the line, and what is known of it is returned,
+        with the seconds that it was in line. None for one that did not wait here."""
+        entry = self.entry_of(request)
+        if entry is None:
+            return None
+        waited_s = time.monotonic() - self._since_s[request.rid]
+        self._drop(entry)
+        return entry, waited_s
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -134,11 +145,13 @@ class AffinityOrder:
             group=PREEMPTED if preempted else NORMAL,
         )
         self._entries[request.rid] = entry
+        self._since_s[request.rid] = time.monotonic()  # for the operator; decides nothing
         self.line.add(entry, 0)
         self._unseen.append(entry)
 
     def _drop(self, entry: Waiting) -> None:
         del self._entries[entry.item.rid]
+        del self._since_s[entry.item.rid]
         self.line.remove(entry)
 
     # -- hits ----------------------------------------------------------------------------------

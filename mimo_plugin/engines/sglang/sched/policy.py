@@ -22,15 +22,17 @@ from sglang.srt.managers.schedule_policy import (
     SchedulePolicy,
 )
 from sglang.srt.mem_cache.common import match_kv_cache
-from sglang.srt.runtime_context import get_parallel, get_schedule
+from sglang.srt.runtime_context import get_observability, get_parallel, get_schedule
 
 from mimo_plugin.config import MimoConfig
 from mimo_plugin.core.affinity import FCFS, OVERDUE, PREEMPTED, AffinityRule, Cost
 from mimo_plugin.core.lanes import Lane
+from mimo_plugin.engines.queue_report import QueueReport
 from mimo_plugin.engines.sglang import register
+from mimo_plugin.engines.sglang.metrics import make_sink
 from mimo_plugin.engines.sglang.sched.batch import (
     RecentBatches,
-    awaits_leader,
+    awaited_leader,
     chunk_limit_tokens,
     shorter_tokens,
 )
@@ -43,6 +45,10 @@ MAX_WAIT_CHUNKS = 256
 
 SKIPS_PER_PASS = 32
 """Requests of a pass that may be left out of the batch while those behind them are tried."""
+
+METRIC_NAMES = frozenset(
+    {"scheduler_admissions", "scheduler_deferrals", "queue_wait_s", "metrics_dropped"}
+)
 
 _MARK = "mimo_plugin_wrapper"
 
@@ -100,6 +106,15 @@ class AffinityPolicy(SchedulePolicy):  # type: ignore[misc]
             self._dedupes = config.dedupe and config.mode != FCFS
             self._skips_left = 0
             self._recent = RecentBatches()
+            self._report = QueueReport(
+                self._lanes,
+                logger,
+                lambda request: str(request.rid),
+                by_priority=self.enable_priority_scheduling,
+            )
+            self._sink = make_sink(
+                _settings.whole, METRIC_NAMES, enabled=get_observability().enable_metrics
+            )
             _active = self
             register.log_active(register.SCHEDULER_ROLE, _settings.whole)
 
@@ -149,17 +164,36 @@ class AffinityPolicy(SchedulePolicy):  # type: ignore[misc]
         if entry.group in (PREEMPTED, OVERDUE):
             return False
         leaders = self._recent.pending()
-        if not awaits_leader(request, leaders, adder.page_size, dense=self._dense):
+        leader = awaited_leader(request, leaders, adder.page_size, dense=self._dense)
+        if leader is None:
             return False
         self._skips_left -= 1
+        self._report.followed(entry, *leader)
         return True
 
-    def pass_over(self) -> bool:
+    def pass_over(self, request: Any) -> bool:
         """Whether a request that found the place of the long prefill taken may be passed."""
+        assert self.affinity is not None
         if self._skips_left == 0:
             return False
         self._skips_left -= 1
+        entry = self.affinity.entry_of(request)
+        if entry is not None:
+            self._report.held(entry)
         return True
+
+    def started(self, request: Any) -> None:
+        """A request has joined the batch. Counters are written at once: when nothing waits any
+        more, the queue isn't sorted again."""
+        assert self.affinity is not None
+        found = self.affinity.started(request)
+        if found is not None:
+            entry, waited_s = found
+            line = self.affinity.line
+            self._report.admitted(entry, line.oldest(), waited_s, len(line))
+        payload = self._report.drain({})
+        if self._sink is not None and payload is not None:
+            self._sink.apply(payload, 0)
 
 
 def _make_order(settings: _Settings, policy: SchedulePolicy) -> AffinityOrder:
@@ -234,9 +268,12 @@ def _add_one_req(
     if policy.leave_out(req, adder):
         return AddReqResult.CONTINUE
     try:
-        return original(adder, req, *args, **kwargs)
+        found = original(adder, req, *args, **kwargs)
     except _PlaceTaken:
-        return AddReqResult.CONTINUE if policy.pass_over() else AddReqResult.OTHER
+        return AddReqResult.CONTINUE if policy.pass_over(req) else AddReqResult.OTHER
+    if adder.can_run_list and adder.can_run_list[-1] is req:
+        policy.started(req)
+    return found
 
 
 def _select_prefill_admission(

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HiCache's L3 over a page store: ``--hicache-storage-backend dynamic`` with this class.
-
-    --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{
-        "backend_name": "mimo", "interface_v1": 1,
-        "module_path": "mimo_plugin.engines.sglang.storage.backend",
-        "class_name": "MimoStorage", "path": "/data/kv", "capacity_gib": 500}'
+"""HiCache's L3 over a page store: the feature ``tiers``; SGLang names the backend ``dynamic``.
 
 A page goes between the host pool and the store without a copy, as the runs of memory that the pool
 names. So nothing here knows how wide keys and values are, and pools of unequal widths (MiMo-V2)
@@ -17,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +22,11 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
+from mimo_plugin.engines.prometheus import PrometheusSink
+from mimo_plugin.engines.sglang.storage import hooks
+from mimo_plugin.engines.sglang.storage.accounting import TierAccounting, make_sink
+from mimo_plugin.engines.sglang.storage.arguments import SECTION, open_store
+from mimo_plugin.engines.sglang.storage.install import start_up, started
 from mimo_plugin.engines.sglang.storage.keepalive import KeepAlive, pages_of, prefix_hashes
 from mimo_plugin.engines.sglang.storage.pages import (
     ALL,
@@ -38,25 +37,12 @@ from mimo_plugin.engines.sglang.storage.pages import (
     legal_ends,
     parts_of,
 )
-from mimo_plugin.errors import nearest, setting_error
-from mimo_plugin.tiers.file_store import FileStore
+from mimo_plugin.errors import setting_error
 from mimo_plugin.tiers.store import PageStore, Parts
 
 logger = logging.getLogger("sglang.mimo_plugin")
 
-SECTION = "hicache-storage-backend-extra-config"
-_OURS = ("path", "capacity_gib", "verify", "name")
-_ENGINE = (
-    "backend_name",
-    "module_path",
-    "class_name",
-    "interface_v1",
-    "prefetch_threshold",
-    "prefetch_timeout_base",
-    "prefetch_timeout_per_ki_token",
-    "hicache_storage_pass_prefix_keys",
-    "tp_lcm_size",
-)
+_KINDS = {PoolName.KV.value: "full", PoolName.SWA.value: "swa"}
 _POLICIES = {PoolHitPolicy.ALL_PAGES: ALL, PoolHitPolicy.TRAILING_PAGES: TRAILING}
 
 
@@ -74,10 +60,13 @@ class MimoStorage(HiCacheStorage):  # type: ignore[misc]
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
         self.config = storage_config
-        self.store: PageStore = open_store(storage_config.extra_config or {})
+        with start_up():
+            self.store: PageStore = open_store(storage_config.extra_config or {})
+        hooks.install()
         self.registered_pools: dict[str, Any] = {}
         self._spaces: dict[str, str] = {}
         self.keeper = KeepAlive(self._touch)
+        self.accounting = TierAccounting(self._make_sink if _speaks(storage_config) else None)
 
     # -- pools ---------------------------------------------------------------------------------
 
@@ -95,19 +84,24 @@ class MimoStorage(HiCacheStorage):  # type: ignore[misc]
         Raises:
             ConfigError: a pool's layout can't.
         """
-        for name in {str(PoolName.KV), *self.registered_pools}:
-            pool = self._pool(name)
-            try:
-                self._pages(pool, torch.arange(pool.page_size))
-            except (ValueError, NotImplementedError, AttributeError) as error:
-                raise setting_error(
-                    "hicache-mem-layout",
-                    getattr(pool, "layout", "none"),
-                    f"a layout in which pool {name} can name the memory of a page ({error})",
-                    "use --hicache-mem-layout page_first or page_first_direct",
-                ) from error
-            self._space(name)
+        with start_up():
+            for name in {str(PoolName.KV), *self.registered_pools}:
+                self._try(name)
         logger.info("mimo storage: pools %s in %s", ", ".join(self._spaces), self.store)
+        started()
+
+    def _try(self, name: str) -> None:
+        pool = self._pool(name)
+        try:
+            self._pages(pool, torch.arange(pool.page_size))
+        except (ValueError, NotImplementedError, AttributeError) as error:
+            raise setting_error(
+                "hicache-mem-layout",
+                getattr(pool, "layout", "none"),
+                f"a layout in which pool {name} can name the memory of a page ({error})",
+                "use --hicache-mem-layout page_first or page_first_direct",
+            ) from error
+        self._space(name)
 
     def _pool(self, name: str) -> Any:
         found = self.registered_pools.get(name)
@@ -131,13 +125,22 @@ class MimoStorage(HiCacheStorage):  # type: ignore[misc]
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """Pages of full-attention KV before the first that is missing."""
+        found = self._leading(keys)
+        self._looked_up(keys, found, found)
+        return found
+
+    def _leading(self, keys: list[str]) -> int:
         return leading(self.store.exists(self._keys(PoolName.KV.value, keys)))
+
+    def _looked_up(self, keys: list[str], full_pages: int, hit_pages: int) -> None:
+        tokens = self._pool(PoolName.KV.value).page_size
+        self.accounting.looked_up(len(keys) * tokens, full_pages * tokens, hit_pages * tokens)
 
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None
     ) -> PoolTransferResult:
         """How long a prefix can be restored from all pools together."""
-        kv_pages = self.batch_exists(keys)
+        kv_pages = self._leading(keys)
         hits: dict[Any, int] = {PoolName.KV: kv_pages} if kv_pages else {}
         pools = [list(range(1, kv_pages + 1))]
         for transfer in pool_transfers or ():
@@ -150,26 +153,36 @@ class MimoStorage(HiCacheStorage):  # type: ignore[misc]
                 hits[transfer.name] = ends[-1]
             pools.append(ends)
         ends = common_ends(pools)
+        self._looked_up(keys, kv_pages, ends[-1] if ends else 0)
         return PoolTransferResult(ends[-1] if ends else 0, hits, ends)
 
     def exists(self, key: str) -> bool:
         """Whether one page of full-attention KV is there."""
-        return self.batch_exists([key]) == 1
+        return self._leading([key]) == 1
 
-    def keep_alive(self, tree_core: Any, node: Any, window_pages: int) -> None:
+    def cut(self, tokens: int) -> None:
+        """Of a hit, host memory had no room for ``tokens``."""
+        self.accounting.cut(tokens)
+
+    def keep_alive(self, cache: Any, node: Any) -> None:
         """A higher tier answers with the prefix that ends in a node of the tree: touch its pages.
 
         Args:
-            tree_core: of SGLang's radix cache.
+            cache: SGLang's radix cache.
             node: where the prefix ends.
-            window_pages: what a window takes at its end.
         """
-        last = tree_core.get_last_hash_value(node)
+        last = cache.tree_core.get_last_hash_value(node)
         if not last or not self.keeper.due(last):
             return
-        others = [name for name in self.registered_pools if name != PoolName.KV.value]
-        hashes = prefix_hashes(tree_core, node)
-        self.keeper.add(pages_of(hashes, PoolName.KV.value, others, window_pages))
+        whole = {PoolName.KV.value} | {
+            spec.pool_name.value
+            for spec in cache.sidecar_pool_specs
+            if spec.indices_from_pool == PoolName.KV
+        }
+        ends = [name for name in self.registered_pools if name not in whole]
+        window_pages = -(-(cache.sliding_window_size or 1) // cache.page_size)
+        hashes = prefix_hashes(cache.tree_core, node)
+        self.keeper.add(pages_of(hashes, sorted(whole), ends, window_pages))
 
     def _touch(self, pages: Mapping[str, Sequence[str]]) -> None:
         for name, hashes in pages.items():
@@ -181,27 +194,28 @@ class MimoStorage(HiCacheStorage):  # type: ignore[misc]
         self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> list[bool]:
         """Read pages of full-attention KV into the host pool."""
-        return self._move(self.store.get, PoolName.KV.value, keys, host_indices)
+        return self._move("read", PoolName.KV.value, keys, host_indices)
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> list[bool]:
         """Write pages of full-attention KV from the host pool."""
-        return self._move(self.store.put, PoolName.KV.value, keys, host_indices)
+        return self._move("written", PoolName.KV.value, keys, host_indices)
 
     def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
         """Read pages of other pools."""
-        return {t.name: self._transfer(self.store.get, t) for t in transfers}
+        return {t.name: self._transfer("read", t) for t in transfers}
 
     def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
         """Write pages of other pools."""
-        return {t.name: self._transfer(self.store.put, t) for t in transfers}
+        return {t.name: self._transfer("written", t) for t in transfers}
 
-    def _transfer(self, action: Any, transfer: Any) -> list[bool]:
-        return self._move(action, transfer.name.value, transfer.keys or [], transfer.host_indices)
+    def _transfer(self, direction: str, transfer: Any) -> list[bool]:
+        name = transfer.name.value
+        return self._move(direction, name, transfer.keys or [], transfer.host_indices)
 
     def _move(
-        self, action: Any, name: str, hashes: Sequence[str], host_indices: torch.Tensor | None
+        self, direction: str, name: str, hashes: Sequence[str], host_indices: torch.Tensor | None
     ) -> list[bool]:
         pool = self._pool(name)
         if host_indices is None or host_indices.numel() != len(hashes) * pool.page_size:
@@ -213,7 +227,12 @@ class MimoStorage(HiCacheStorage):  # type: ignore[misc]
                 pool.page_size,
             )
             return [False] * len(hashes)
-        done: list[bool] = action(self._keys(name, hashes), self._pages(pool, host_indices))
+        pages = self._pages(pool, host_indices)
+        move = self.store.get if direction == "read" else self.store.put
+        done = move(self._keys(name, hashes), pages)
+        sizes = (sum(part.nbytes for part in page) for page in pages)
+        moved = sum(size for size, well in zip(sizes, done, strict=True) if well)
+        self.accounting.moved(direction, _KINDS.get(name, "other"), moved)
         return done
 
     # -- single pages: SGLang asks for them only without interface_v1 ---------------------------
@@ -238,10 +257,22 @@ class MimoStorage(HiCacheStorage):  # type: ignore[misc]
         """Not offered: pages go in place."""
         raise _wrong_interface()
 
+    def get_stats(self) -> None:
+        """SGLang asks once a step where metrics are on; the plugin's go out here."""
+        self.accounting.flush(self.store.stats)
+
+    def _make_sink(self) -> PrometheusSink:
+        return make_sink(str(self.config.model_name))
+
     def close(self) -> None:
         """Let go of the store."""
         self.keeper.close()
         self.store.close()
+
+
+def _speaks(config: Any) -> bool:
+    """The ranks of one attention group look up the same; the first speaks for all."""
+    return all(rank == 0 for rank in (config.tp_rank, config.pp_rank, config.attn_cp_rank))
 
 
 def _wrong_interface() -> Exception:
@@ -261,33 +292,3 @@ def facts_of(config: Any, name: str, pool: Any) -> dict[str, object]:
         # Every rank holds the same, and one writes for all.
         facts.update({"tp_rank": 0, "tp_size": 1})
     return {**facts, "pool": name, "model": config.model_name, "name": extra.get("name", "")}
-
-
-def open_store(extra: dict[str, Any]) -> PageStore:
-    """The store that the settings name.
-
-    Raises:
-        ConfigError: a setting is unknown or out of range.
-        StoreError: it can't be opened.
-    """
-    for setting in extra:
-        if setting not in (*_OURS, *_ENGINE):
-            hint = nearest(setting, _OURS)
-            raise setting_error(
-                f"{SECTION}.{setting}",
-                extra[setting],
-                f"one of {', '.join(_OURS)}",
-                f"write {hint}" if hint else "remove it",
-            )
-    path = extra.get("path")
-    if not isinstance(path, str) or not path:
-        raise setting_error(f"{SECTION}.path", path, "a folder", "name one")
-    capacity = extra.get("capacity_gib")
-    if isinstance(capacity, bool) or not isinstance(capacity, (int, float)) or capacity <= 0:
-        raise setting_error(
-            f"{SECTION}.capacity_gib", capacity, "a number above 0", "say how much may be stored"
-        )
-    verify = extra.get("verify", True)
-    if not isinstance(verify, bool):
-        raise setting_error(f"{SECTION}.verify", verify, "true or false", "change it")
-    return FileStore(Path(path), capacity_bytes=int(capacity * (1 << 30)), verify=verify)

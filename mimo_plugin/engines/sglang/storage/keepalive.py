@@ -6,8 +6,8 @@ pool is never read from the store, so there it grows old and dies, and after a r
 another server, it is gone. So the first time that a request's KV goes into the tree, the pages of
 the prefix it had found are touched: all of full attention, and the last window of the others.
 
-Touching happens on a thread. When it can't keep up, what waits longest is dropped: a page is
-touched again with the next request.
+Touching happens on a thread, for all prefixes that wait together: what they share is touched once.
+When it can't keep up, what waits longest is dropped: a page is touched again with the next request.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 logger = logging.getLogger("sglang.mimo_plugin")
@@ -96,7 +96,8 @@ class KeepAlive:
                     self._wake.wait()
                 if self._closed:
                     return
-                pages = self._waiting.popleft()
+                pages = merged(self._waiting)
+                self._waiting.clear()
             try:
                 self._touch(pages)
                 self.pages += sum(map(len, pages.values()))
@@ -105,18 +106,27 @@ class KeepAlive:
 
 
 def pages_of(
-    hashes: Sequence[str], full_pool: str, window_pools: Sequence[str], window_pages: int
+    hashes: Sequence[str], whole: Sequence[str], ends: Sequence[str], window_pages: int
 ) -> dict[str, Sequence[str]]:
     """What a prefix needs of each pool.
 
     Args:
         hashes: of the prefix' pages, from the first on.
-        full_pool: the pool of which it needs all.
-        window_pools: pools of which it needs the end.
+        whole: pools of which it needs all.
+        ends: pools of which it needs the end.
         window_pages: how much of the end.
     """
     tail = hashes[max(0, len(hashes) - window_pages) :]
-    return {full_pool: hashes, **dict.fromkeys(window_pools, tail)}
+    return {**dict.fromkeys(whole, hashes), **dict.fromkeys(ends, tail)}
+
+
+def merged(waiting: Iterable[Mapping[str, Sequence[str]]]) -> dict[str, list[str]]:
+    """The pages of several prefixes, each once."""
+    found: dict[str, dict[str, None]] = {}
+    for pages in waiting:
+        for name, hashes in pages.items():
+            found.setdefault(name, {}).update(dict.fromkeys(hashes))
+    return {name: list(hashes) for name, hashes in found.items()}
 
 
 def prefix_hashes(tree_core: Any, node: Any) -> list[str]:

@@ -60,6 +60,11 @@ def common_ends(pools: Sequence[Sequence[int]]) -> list[int]:
     return sorted(common)
 
 
+def longest_end(ends: Sequence[int], at_most: int) -> int:
+    """The longest of ``ends`` that is not above ``at_most``; 0 when none is."""
+    return max((end for end in ends if end <= at_most), default=0)
+
+
 def parts_of(addresses: Sequence[int], sizes_bytes: Sequence[int], pages: int) -> list[Parts]:
     """Memory of pages, each as the runs of bytes that hold it.
 

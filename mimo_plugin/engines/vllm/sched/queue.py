@@ -21,12 +21,12 @@ from vllm.v1.request import RequestStatus
 
 from mimo_plugin.core.affinity import NORMAL, OVERDUE, PREEMPTED, AffinityLine, Waiting
 from mimo_plugin.core.lanes import full_lane, lane_of
+from mimo_plugin.engines.queue_report import QueueReport
 from mimo_plugin.engines.vllm.sched.chunks import LongChunks
 from mimo_plugin.engines.vllm.sched.followers import Followers
 from mimo_plugin.engines.vllm.sched.hits import HitIndex
 from mimo_plugin.engines.vllm.sched.protection import Protection
-from mimo_plugin.engines.vllm.sched.report import SchedReport
-from mimo_plugin.engines.vllm.sched.settings import SchedSettings
+from mimo_plugin.engines.vllm.sched.settings import SchedSettings, logger
 from mimo_plugin.engines.vllm.sched.timing import StepClock
 
 #: every so many passes one request is looked up whose hit may have grown unseen
@@ -65,7 +65,12 @@ class AffinityQueue(RequestQueue):  # type: ignore[misc]
         self.followers = Followers(self.line, self.hits)
         self.protection = Protection(self.hits)
         self.chunks = LongChunks(scheduler, settings, self.line, self.hits)
-        self.report = SchedReport(settings.lanes, by_priority=self.by_priority)
+        self.report = QueueReport(
+            settings.lanes,
+            logger,
+            lambda request: str(request.request_id),
+            by_priority=self.by_priority,
+        )
         self._entries: dict[str, Waiting] = {}
         self._blocked: dict[str, Waiting] = {}
         self._skipped: dict[str, Waiting] = {}

@@ -1,25 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator sees of the scheduler feature: counters, and a debug line per decision."""
+"""What an operator sees of a waiting queue: counters, and a debug line per decision."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mimo_plugin.core.affinity import OVERDUE, PREEMPTED, Waiting
 from mimo_plugin.core.lanes import Lane, lane_of
 from mimo_plugin.metrics import MetricsBuffer
 
-logger = logging.getLogger("vllm.mimo_plugin")
 
+class QueueReport:
+    """Counts decisions; every admission has exactly one reason.
 
-class SchedReport:
-    """Counts decisions; every admission has exactly one reason."""
+    Args:
+        lanes: of the rule, ascending.
+        log: where debug lines go.
+        id_of: name of an engine's request.
+        by_priority: the engine runs with priority scheduling.
+    """
 
-    def __init__(self, lanes: Sequence[Lane], *, by_priority: bool = False) -> None:
+    def __init__(
+        self,
+        lanes: Sequence[Lane],
+        log: logging.Logger,
+        id_of: Callable[[Any], str],
+        *,
+        by_priority: bool = False,
+    ) -> None:
         self.lanes = tuple(lanes)
         self.by_priority = by_priority
+        self._log = log
+        self._id_of = id_of
         self.buffer = MetricsBuffer()
         self._gauges: dict[str, float] = {}
 
@@ -36,11 +50,11 @@ class SchedReport:
         lane = self.lane_name(entry.uncached_tokens)
         self.buffer.inc("scheduler_admissions", reason=reason)
         self.buffer.observe("queue_wait_s", max(0.0, waited_s), lane=lane)
-        if logger.isEnabledFor(logging.DEBUG):
-            logger.debug(
+        if self._log.isEnabledFor(logging.DEBUG):
+            self._log.debug(
                 "mimo scheduler: start %s (%s): waited %.3f s, hit %d of %d tokens, lane %s, "
                 "%d still wait",
-                entry.item.request_id,
+                self._id_of(entry.item),
                 reason,
                 waited_s,
                 entry.hit_tokens,
@@ -72,10 +86,10 @@ class SchedReport:
             return
         entry.deferred_for += (reason,)
         self.buffer.inc("scheduler_deferrals", reason=reason)
-        if logger.isEnabledFor(logging.DEBUG):
-            logger.debug(
+        if self._log.isEnabledFor(logging.DEBUG):
+            self._log.debug(
                 "mimo scheduler: defer %s (%s): %s; hit %d of %d tokens",
-                entry.item.request_id,
+                self._id_of(entry.item),
                 reason,
                 detail,
                 entry.hit_tokens,
@@ -85,10 +99,10 @@ class SchedReport:
     def guarded(self, entry: Waiting) -> None:
         """Others were held back for an overdue request that does not fit yet."""
         self.buffer.inc("scheduler_guard_steps")
-        if logger.isEnabledFor(logging.DEBUG):
-            logger.debug(
+        if self._log.isEnabledFor(logging.DEBUG):
+            self._log.debug(
                 "mimo scheduler: overdue %s does not fit yet, the others wait for it",
-                entry.item.request_id,
+                self._id_of(entry.item),
             )
 
     def drain(self, gauges: dict[str, float]) -> dict[str, Any] | None:

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the section ``tiers`` to SGLang's arguments, and from these to a store.
+
+SGLang makes a backend that it doesn't know by name from a class path in a JSON argument. The
+feature writes that argument, so the user has only the section; who writes the argument instead of
+using the feature gets the same backend.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mimo_plugin.config_tiers import STORES, TiersConfig
+from mimo_plugin.engines.sglang.register import STORAGE_FIELDS
+from mimo_plugin.errors import nearest, setting_error
+from mimo_plugin.tiers.file_store import FileStore
+from mimo_plugin.tiers.store import PageStore
+
+SECTION = "hicache-storage-backend-extra-config"
+_OURS = ("store", "path", "capacity_gib", "verify", "name")
+_ENGINE = (
+    "backend_name",
+    "module_path",
+    "class_name",
+    "interface_v1",
+    "prefetch_threshold",
+    "prefetch_timeout_base",
+    "prefetch_timeout_per_ki_token",
+    "hicache_storage_pass_prefix_keys",
+    "tp_lcm_size",
+)
+
+
+def backend_arguments(config: TiersConfig) -> dict[str, str]:
+    """What the feature decides of SGLang's arguments."""
+    extra = {
+        "backend_name": "mimo",
+        "module_path": "mimo_plugin.engines.sglang.storage.backend",
+        "class_name": "MimoStorage",
+        "interface_v1": 1,
+        "prefetch_threshold": config.prefetch_tokens,
+        "store": config.store,
+        "path": config.path,
+        "capacity_gib": config.capacity_gib,
+        "verify": config.verify,
+        "name": config.name,
+    }
+    return dict(zip(STORAGE_FIELDS, ("dynamic", json.dumps(extra)), strict=True))
+
+
+def open_store(extra: Mapping[str, Any]) -> PageStore:
+    """The store that the settings name.
+
+    Raises:
+        ConfigError: a setting is unknown or out of range.
+        StoreError: it can't be opened.
+    """
+    for setting in extra:
+        if setting not in (*_OURS, *_ENGINE):
+            hint = nearest(setting, _OURS)
+            raise setting_error(
+                f"{SECTION}.{setting}",
+                extra[setting],
+                f"one of {', '.join(_OURS)}",
+                f"write {hint}" if hint else "remove it",
+            )
+    kind = extra.get("store", STORES[0])
+    if kind not in STORES:
+        raise setting_error(f"{SECTION}.store", kind, ", ".join(STORES), "use one of them")
+    path = extra.get("path")
+    if not isinstance(path, str) or not path:
+        raise setting_error(f"{SECTION}.path", path, "a folder", "name one")
+    capacity = extra.get("capacity_gib")
+    if isinstance(capacity, bool) or not isinstance(capacity, (int, float)) or capacity <= 0:
+        raise setting_error(
+            f"{SECTION}.capacity_gib", capacity, "a number above 0", "say how much may be stored"
+        )
+    verify = extra.get("verify", True)
+    if not isinstance(verify, bool):
+        raise setting_error(f"{SECTION}.verify", verify, "true or false", "change it")
+    return FileStore(Path(path), capacity_bytes=int(capacity * (1 << 30)), verify=verify)

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The feature ``tiers`` on SGLang: what it decides, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mimo_plugin.engines.sglang import register
+from mimo_plugin.errors import ConfigError, FeatureUnavailable
+from tests.sglang.test_switch import Engine, engine, refused, section
+
+__all__ = ["engine"]
+
+CLASS = "mimo_plugin.engines.sglang.storage.backend"
+
+
+@pytest.fixture
+def asked(engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
+    """Settings that work, and an engine that they fit; written out by ``ask``."""
+    engine.options.update(
+        enable_hierarchical_cache=True, hicache_mem_layout="page_first", page_size=64, dcp_size=1
+    )
+    return {"path": str(tmp_path / "kv"), "capacity_gib": 1}
+
+
+@pytest.fixture
+def ask(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def resolved(tiers: dict[str, Any], option: str = "mimo:tiers") -> Any:
+        monkeypatch.setenv("MIMO_CONFIG", json.dumps({"tiers": tiers}))
+        server_args = engine.parsed("--plugin", option)
+        server_args.resolve_once()
+        return server_args
+
+    return resolved
+
+
+def extra(server_args: Any) -> Any:
+    return json.loads(server_args.decided["hicache_storage_backend_extra_config"])
+
+
+def test_the_section_becomes_sglangs_arguments(asked: dict[str, Any], ask: Any) -> None:
+    server_args = ask({**asked, "name": "a", "verify": False, "prefetch_tokens": 32})
+    assert server_args.decided["hicache_storage_backend"] == "dynamic"
+    assert extra(server_args) == {
+        **{"backend_name": "mimo", "module_path": CLASS, "class_name": "MimoStorage"},
+        **{"interface_v1": 1, "prefetch_threshold": 32, "path": asked["path"]},
+        **{"store": "file", "capacity_gib": 1.0, "name": "a", "verify": False},
+    }
+    # What the user wrote is left as it was.
+    assert server_args.hicache_storage_backend is None
+    assert section(server_args)["tiers"]["name"] == "a"
+    assert (Path(asked["path"]) / "00").is_dir()
+
+
+def test_it_is_decided_before_sglang_resolves(
+    engine: Engine, asked: dict[str, Any], ask: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that what SGLang checks and chooses for a store holds for this one."""
+    seen: list[str] = []
+    stock = engine.record.resolve_once
+    inner = stock.__wrapped__  # type: ignore[attr-defined]
+
+    def resolve_once(self: Any) -> None:
+        seen.append(self.decided["hicache_storage_backend"])
+        inner(self)
+
+    monkeypatch.setattr(engine.record, "resolve_once", resolve_once)
+    from mimo_plugin.engines.sglang import switch
+
+    switch.install()
+    ask(asked)
+    assert seen == ["dynamic"]
+
+
+def test_beside_others_and_without_being_named(
+    engine: Engine, asked: dict[str, Any], ask: Any
+) -> None:
+    server_args = ask(asked, "mimo:kv,scheduler,tiers")
+    assert section(server_args)["features"] == ["kv", "scheduler", "tiers"]
+    # Plain `mimo` does not switch it on; settings that would then have no effect are refused.
+    assert "add 'tiers' to it" in refused(lambda: ask(asked, "mimo"), ConfigError)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"path": ""}, "mimo.tiers.path"),
+        ({"path": "/proc/nowhere"}, "page store /proc/nowhere"),
+        ({"capacity_gib": None}, "mimo.tiers.capacity_gib"),
+        ({"capacity_gib": 0}, "a number > 0"),
+        ({"store": "files"}, "did you mean 'file'?"),
+        ({"host_swa_share": 1}, "mimo.tiers.host_swa_share"),
+        ({"pth": "/data"}, "did you mean 'path'?"),
+    ],
+)
+def test_wrong_settings(
+    asked: dict[str, Any], ask: Any, change: dict[str, Any], words: str
+) -> None:
+    assert words in refused(lambda: ask({**asked, **change}))
+
+
+@pytest.mark.parametrize(
+    ("option", "kind", "words"),
+    [
+        ({"enable_hierarchical_cache": False}, FeatureUnavailable, "add --enable-hierarchical"),
+        ({"disable_radix_cache": True}, FeatureUnavailable, "drop --disable-radix-cache"),
+        ({"enable_lmcache": True}, FeatureUnavailable, "drop --enable-lmcache"),
+        ({"enable_flexkv": True}, FeatureUnavailable, "drop --enable-flexkv"),
+        ({"enable_kv_cache_sharding": True}, FeatureUnavailable, "drop --enable-kv-cache"),
+        ({"dcp_size": 2}, FeatureUnavailable, "--dcp-size"),
+        ({"page_size": 1}, ConfigError, "--page-size: found 1"),
+        ({"hicache_mem_layout": "layer_first"}, ConfigError, "use --hicache-mem-layout page_first"),
+    ],
+)
+def test_combinations_that_cannot_work(
+    engine: Engine,
+    asked: dict[str, Any],
+    ask: Any,
+    option: dict[str, Any],
+    kind: type[Exception],
+    words: str,
+) -> None:
+    engine.options.update(option)
+    assert words in refused(lambda: ask(asked), kind)
+
+
+def test_another_radix_backend(
+    engine: Engine, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MIMO_CONFIG", json.dumps({"tiers": asked}))
+    server_args = engine.parsed("--radix-cache-backend", "other")
+    assert "'other' has tiers of its own" in refused(server_args.resolve_once)
+
+
+def test_a_backend_of_the_users(
+    engine: Engine, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MIMO_CONFIG", json.dumps({"tiers": asked}))
+    for field, value in (
+        ("hicache_storage_backend", "mooncake"),
+        ("hicache_storage_backend_extra_config", "{}"),
+    ):
+        server_args = engine.parsed()
+        setattr(server_args, field, value)
+        line = refused(server_args.resolve_once, ConfigError)
+        assert line.startswith(f"--{field.replace('_', '-')}: found {value!r}")
+
+
+def test_a_share_needs_two_pools(engine: Engine, asked: dict[str, Any], ask: Any) -> None:
+    engine.model.is_hybrid_swa = False
+    ask(asked)
+    line = refused(lambda: ask({**asked, "host_swa_share": 0.5}), ConfigError)
+    assert "without a pool for sliding-window layers" in line
+
+
+def test_lenient_leaves_the_engine_without_a_store(
+    engine: Engine, asked: dict[str, Any], ask: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MIMO_STRICT", "0")
+    engine.options["page_size"] = 1
+    server_args = ask(asked)
+    assert "--page-size" in str(register.degraded_reason(server_args))
+    assert {name: server_args.decided[name] for name in register.STORAGE_FIELDS} == {
+        name: None for name in register.STORAGE_FIELDS
+    }
