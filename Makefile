@@ -27,6 +27,8 @@ PYTHON := $(PY)
 READY :=
 endif
 SGLANG_PYTHON := .venv-sglang/bin/python
+# An engine's processes import twice as fast from compiled files, which the first of them writes.
+unexport PYTHONDONTWRITEBYTECODE
 # The tests of all tiers, and of SGLang's, need its environment too.
 TEST_READY := $(READY) $(if $(or $(filter sglang,$(TIER)),$(if $(TIER),,all)),setup-sglang)
 BENCH ?= $(filter-out _% gpu_% sglang_%,$(basename $(notdir $(shell grep -l -- '"--json"' benchmarks/*.py 2>/dev/null))))
