@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 from mimo_plugin.engines.sglang import register
+from mimo_plugin.engines.sglang.storage.arguments import SECTION, open_store
 from mimo_plugin.errors import ConfigError, FeatureUnavailable
+from mimo_plugin.tiers.file_store import FileStore
+from mimo_plugin.tiers.ring import RingStore
 from tests.sglang.test_switch import Engine, engine, refused, section
 
 __all__ = ["engine"]
@@ -56,6 +59,43 @@ def test_the_section_becomes_sglangs_arguments(asked: dict[str, Any], ask: Any) 
     assert (Path(asked["path"]) / "00").is_dir()
 
 
+@pytest.mark.parametrize("capacity", [3, [1, 2]])
+def test_several_folders(asked: dict[str, Any], ask: Any, capacity: Any, tmp_path: Path) -> None:
+    folders = [str(tmp_path / name) for name in "ab"]
+    found = extra(ask({"path": folders, "capacity_gib": capacity}))
+    assert found["path"] == folders and found["capacity_gib"] == capacity
+    assert all((Path(folder) / "00").is_dir() for folder in folders)
+    store = open_store(found)
+    assert isinstance(store, RingStore) and list(store.stores) == folders
+    gib = [1.5, 1.5] if capacity == 3 else capacity
+    sizes = [each._store.capacity_bytes for each in store.stores.values()]  # type: ignore[attr-defined]
+    assert sizes == [int(size * (1 << 30)) for size in gib]
+
+
+def test_one_folder_is_read_and_written_in_place(asked: dict[str, Any], ask: Any) -> None:
+    store = open_store(extra(ask({**asked, "verify": False})))
+    assert isinstance(store, FileStore) and store.capacity_bytes == 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"path": None}, f"{SECTION}.path: found None"),
+        ({"path": ""}, f"{SECTION}.path: found ''"),
+        ({"path": ["/a", "/a"]}, "name each folder once"),
+        ({"capacity_gib": "1"}, f"{SECTION}.capacity_gib: found '1'"),
+        ({"capacity_gib": None}, f"{SECTION}.capacity_gib: found None"),
+        ({"capacity_gib": [1]}, "as path is no list"),
+        ({"verify": 1}, f"{SECTION}.verify"),
+        ({"store": "disk"}, f"{SECTION}.store"),
+        ({"capacity": 1}, "write capacity_gib"),
+    ],
+)
+def test_wrong_settings_by_hand(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    settings = {"interface_v1": 1, "path": str(tmp_path), "capacity_gib": 1}
+    assert words in refused(lambda: open_store({**settings, **change}), ConfigError)
+
+
 def test_it_is_decided_before_sglang_resolves(
     engine: Engine, asked: dict[str, Any], ask: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,6 +130,9 @@ def test_beside_others_and_without_being_named(
     [
         ({"path": ""}, "mimo.tiers.path"),
         ({"path": "/proc/nowhere"}, "page store /proc/nowhere"),
+        ({"path": ["/tmp/kv", "/tmp/kv/"]}, "mimo.tiers.path"),
+        ({"path": ["/proc/nowhere"]}, "page store /proc/nowhere"),
+        ({"capacity_gib": [1, 2]}, "mimo.tiers.capacity_gib"),
         ({"capacity_gib": None}, "mimo.tiers.capacity_gib"),
         ({"capacity_gib": 0}, "a number > 0"),
         ({"store": "files"}, "did you mean 'file'?"),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mimo_plugin.config import MimoConfig
+from mimo_plugin.config_tiers import folders_of, require_place
 from mimo_plugin.engines.sglang.register import BACKEND as RADIX_BACKEND
 from mimo_plugin.engines.sglang.storage.arguments import backend_arguments
 from mimo_plugin.errors import setting_error
@@ -21,7 +22,7 @@ def require(cfg: Any, model_config: Any, config: MimoConfig) -> None:
 
     Raises:
         ConfigError: which option or setting, and the fix.
-        StoreError: the store's folder can't be used.
+        StoreError: a folder of the store can't be used.
     """
     wanted = backend_arguments(config.tiers)
     for name, ours in wanted.items():
@@ -33,14 +34,7 @@ def require(cfg: Any, model_config: Any, config: MimoConfig) -> None:
                 "none with feature 'tiers', which sets it",
                 "drop it, or leave tiers out of --plugin mimo:…",
             )
-    if not config.tiers.path:
-        raise setting_error(
-            "mimo.tiers.path", config.tiers.path, "a folder", 'set {"tiers": {"path": "/data/kv"}}'
-        )
-    if config.tiers.capacity_gib is None:
-        raise setting_error(
-            "mimo.tiers.capacity_gib", None, "a number > 0", "say how much may be stored there"
-        )
+    require_place("mimo.tiers", config.tiers)
     if cfg.hicache_mem_layout not in LAYOUTS:
         raise setting_error(
             "--hicache-mem-layout",
@@ -63,7 +57,8 @@ def require(cfg: Any, model_config: Any, config: MimoConfig) -> None:
             "drop it",
         )
     if cfg.enable_hierarchical_cache:
-        prepare(Path(config.tiers.path))
+        for folder in folders_of(config.tiers):
+            prepare(Path(folder))
 
 
 def why_not(cfg: Any, model_config: Any) -> str | None:
