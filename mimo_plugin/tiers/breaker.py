@@ -23,6 +23,7 @@ from functools import partial
 
 from mimo_plugin.core.circuit import CLOSED, Circuit, CircuitRule
 from mimo_plugin.errors import one_line
+from mimo_plugin.tiers.framing import scatter, size_of
 from mimo_plugin.tiers.store import PageStore, Parts, StoreStats
 
 logger = logging.getLogger("mimo_plugin.tiers")
@@ -115,12 +116,12 @@ class Breaker:
         """Read pages; the memory of one that is missed stays as it was."""
 
         def step(ticket: int, start: int, end: int) -> list[bool] | None:
-            space = [memoryview(bytearray(_size(page))) for page in pages[start:end]]
+            space = [memoryview(bytearray(size_of(page))) for page in pages[start:end]]
             read = partial(self._store.get, keys[start:end], [[whole] for whole in space])
             found = self._try(ticket, read, end - start)
             for page, whole, well in zip(pages[start:end], space, found or (), strict=False):
                 if well:
-                    _scatter(whole, page)
+                    scatter(whole, page)
             return found
 
         return self._in_steps(self._by_size(pages), step, len(keys), lost="missed")
@@ -169,7 +170,7 @@ class Breaker:
         """First and last index (exclusive) of each step."""
         start = size = 0
         for index, page in enumerate(pages):
-            more = _size(page)
+            more = size_of(page)
             full = size + more > self.limits.step_bytes or index - start >= self.limits.step_keys
             if index > start and full:
                 yield start, index
@@ -261,20 +262,6 @@ class Breaker:
 # --- bytes -----------------------------------------------------------------------------------
 
 
-def _size(page: Parts) -> int:
-    return sum(part.nbytes for part in page)
-
-
 def _gathered(page: Parts) -> memoryview:
     """A copy of a page, as one run."""
     return memoryview(b"".join(page))
-
-
-def _scatter(whole: memoryview, page: Parts) -> None:
-    """Copy a page that is one run into its parts."""
-    start = 0
-    for part in page:
-        end = start + part.nbytes
-        if part.nbytes:
-            part.cast("B")[:] = whole[start:end]
-        start = end

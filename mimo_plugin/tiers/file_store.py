@@ -16,22 +16,24 @@ import fcntl
 import hashlib
 import logging
 import os
-import struct
 import threading
 import time
 import uuid
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mimo_plugin.errors import MimoError, setting_error
+from mimo_plugin.tiers.framing import (
+    HEADER_BYTES,
+    checksum_in,
+    checksum_of,
+    header_of,
+    size_of,
+)
 from mimo_plugin.tiers.store import Parts, StoreStats
 
 logger = logging.getLogger("mimo_plugin.tiers")
 
-_HEADER = struct.Struct("<8sQI12x")
-_MAGIC = b"MIMOKV01"
-HEADER_BYTES = _HEADER.size
 SHARDS = 256
 """Folders over which the files spread."""
 
@@ -152,7 +154,7 @@ class FileStore:
 
     def _get(self, key: str, page: Parts) -> bool:
         path = self._path(key)
-        size = sum(part.nbytes for part in page)
+        size = size_of(page)
         try:
             file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed below
         except OSError as error:
@@ -176,12 +178,11 @@ class FileStore:
     def _fill(self, fd: int, page: Parts, size: int) -> Exception | None:
         """Read a page; what is wrong with it, if anything."""
         try:
-            header = _exactly(fd, HEADER_BYTES)
-            checksum = _HEADER.unpack(header)[2]
-            whole = header == _HEADER.pack(_MAGIC, size, checksum) and _read(fd, page)
-        except (OSError, ValueError) as error:
+            checksum = checksum_in(os.read(fd, HEADER_BYTES), size)
+            whole = checksum is not None and _read(fd, page)
+        except OSError as error:
             return error
-        if whole and (not self._verify or _checksum(page) == checksum):
+        if whole and (not self._verify or checksum_of(page) == checksum):
             return None
         return ValueError("not what was written")
 
@@ -190,14 +191,13 @@ class FileStore:
         if self._renew(path):
             self._count("touched")
             return True
-        size = sum(part.nbytes for part in page)
+        size = size_of(page)
         part = path.with_name(f".{uuid.uuid4().hex}{_PART_SUFFIX}")
         try:
             if size + HEADER_BYTES > self.capacity_bytes:
                 raise OSError(errno.ENOSPC, "larger than the store")
             with open(part, "xb", buffering=0) as file:
-                header = _HEADER.pack(_MAGIC, size, _checksum(page))
-                _write(file.fileno(), [memoryview(header), *page])
+                _write(file.fileno(), [memoryview(header_of(page)), *page])
             os.replace(part, path)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -305,20 +305,6 @@ class FileStore:
 
 
 # --- bytes -----------------------------------------------------------------------------------
-
-
-def _checksum(page: Parts) -> int:
-    value = 0
-    for part in page:
-        value = zlib.crc32(part, value)
-    return value
-
-
-def _exactly(fd: int, count: int) -> bytes:
-    data = os.read(fd, count)
-    if len(data) != count:
-        raise ValueError("short file")
-    return data
 
 
 def _read(fd: int, page: Parts) -> bool:
