@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from mimo_plugin.config_values import Validator, boolean, number, one_of, section, text, whole
 from mimo_plugin.errors import setting_error
 
-STORES = ("file",)
+FILE, REDIS = "file", "redis"
+STORES = (FILE, REDIS)
 """Kinds of stores."""
 
 
@@ -19,9 +20,10 @@ class TiersConfig:
 
     Attributes:
         store: kind of the store below host memory, one of ``STORES``.
-        path: its folder, or several, each once, over which its pages are spread; must be given.
-        capacity_gib: of all its pages, GiB, > 0; or of the pages in each of several folders. Must
-            be given, None is refused where the feature is switched on.
+        path: its folder, or the URL of its server; or several, each once, over which its pages are
+            spread; must be given.
+        capacity_gib: of all its pages, GiB, > 0; or of the pages in each of several folders. Where
+            the feature is switched on, None is refused for files, and all else for servers.
         verify: what is read is checked against its checksum.
         name: engines with different names share nothing.
         prefetch_tokens: fewest stored tokens that are worth reading, >= 1.
@@ -29,7 +31,7 @@ class TiersConfig:
             None keeps SGLang's own split, which is that of the device's pools.
     """
 
-    store: str = "file"
+    store: str = FILE
     path: str | tuple[str, ...] = ""
     capacity_gib: float | tuple[float, ...] | None = None
     verify: bool = True
@@ -37,19 +39,25 @@ class TiersConfig:
     prefetch_tokens: int = 256
     host_swa_share: float | None = None
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The folders or URLs; of folders the absolute paths."""
+        given = (self.path,) if isinstance(self.path, str) else self.path
+        return tuple(map(os.path.abspath, given)) if self.store == FILE else given
+
 
 def _or_none(parse: Validator) -> Validator:
     return lambda setting, value: None if value is None else parse(setting, value)
 
 
-def _folders(setting: str, value: object) -> str | tuple[str, ...]:
+def _places(setting: str, value: object) -> str | tuple[str, ...]:
     if not isinstance(value, (list, tuple)):
         return str(text(setting, value))
-    allowed = "a text, or a list of different folders"
+    allowed = "a text, or a list of different ones"
     if not value or not all(isinstance(item, str) and item for item in value):
-        raise setting_error(setting, value, allowed, "name at least one folder, each in quotes")
+        raise setting_error(setting, value, allowed, "name at least one, each in quotes")
     if len({os.path.abspath(item) for item in value}) < len(value):
-        raise setting_error(setting, value, allowed, "name each folder once")
+        raise setting_error(setting, value, allowed, "name each once")
     return tuple(value)
 
 
@@ -62,7 +70,7 @@ def _capacity(setting: str, value: object) -> float | tuple[float, ...] | None:
 
 _VALUES: dict[str, Validator] = {
     "store": one_of(STORES),
-    "path": _folders,
+    "path": _places,
     "capacity_gib": _capacity,
     "verify": boolean,
     "name": text,
@@ -97,20 +105,24 @@ def require_place(where: str, config: TiersConfig) -> None:
     Raises:
         ConfigError: which one.
     """
+    what, example = _PLACES[config.store]
     if not config.path:
-        raise setting_error(
-            f"{where}.path",
-            config.path,
-            "a folder, or a list of them",
-            'set "path": "/data/kv" in that section',
-        )
-    if config.capacity_gib is None:
+        fix = f'set "path": "{example}" in that section'
+        raise setting_error(f"{where}.path", config.path, f"{what}, or a list of them", fix)
+    if config.store == FILE and config.capacity_gib is None:
         raise setting_error(
             f"{where}.capacity_gib", None, "a number > 0", "say how much may be stored there"
         )
+    if config.store != FILE and config.capacity_gib is not None:
+        raise setting_error(
+            f"{where}.capacity_gib",
+            config.capacity_gib,
+            f"null with store {config.store!r}, whose server decides",
+            "leave it out, and set maxmemory there",
+        )
 
 
-def folders_of(config: TiersConfig) -> tuple[str, ...]:
-    """Absolute paths of the store's folders."""
-    paths = (config.path,) if isinstance(config.path, str) else config.path
-    return tuple(os.path.abspath(path) for path in paths)
+_PLACES = {
+    FILE: ("a folder", "/data/kv"),
+    REDIS: ("the URL of a server", "redis://HOST:6379/0"),
+}

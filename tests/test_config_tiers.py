@@ -9,7 +9,7 @@ import os
 import pytest
 
 from mimo_plugin.config import parse_config
-from mimo_plugin.config_tiers import folders_of, require_place
+from mimo_plugin.config_tiers import require_place
 from mimo_plugin.errors import ConfigError
 
 
@@ -21,10 +21,10 @@ def parse(tiers):
     ("tiers", "words"),
     [
         ({"path": 3}, ("mimo.tiers.path", "a text")),
-        ({"path": []}, ("mimo.tiers.path", "a list of different folders", "at least one")),
-        ({"path": ["/a", ""]}, ("mimo.tiers.path", "at least one folder")),
+        ({"path": []}, ("mimo.tiers.path", "a list of different ones", "at least one")),
+        ({"path": ["/a", ""]}, ("mimo.tiers.path", "at least one")),
         ({"path": ["/a", 3]}, ("mimo.tiers.path", "in quotes")),
-        ({"path": ["/a", "/b/../a/"]}, ("mimo.tiers.path", "name each folder once")),
+        ({"path": ["/a", "/b/../a/"]}, ("mimo.tiers.path", "name each once")),
         ({"capacity_gib": 0}, ("mimo.tiers.capacity_gib", "> 0")),
         ({"path": ["/a"], "capacity_gib": [0]}, ("mimo.tiers.capacity_gib", "> 0")),
         (
@@ -38,7 +38,7 @@ def parse(tiers):
         ({"host_swa_share": 0}, ("mimo.tiers.host_swa_share", "> 0 and < 1")),
         ({"host_swa_share": 1}, ("mimo.tiers.host_swa_share",)),
         ({"verify": 1}, ("mimo.tiers.verify", "true or false")),
-        ({"store": "redis"}, ("mimo.tiers.store", "file")),
+        ({"store": "mooncake"}, ("mimo.tiers.store", "file, redis")),
         ({"capacity_gb": 1}, ("did you mean 'capacity_gib'?",)),
     ],
 )
@@ -62,7 +62,7 @@ def test_several_folders_survive_it_too(capacity):
     carried = json.loads(json.dumps(config.to_dict()))
     assert parse_config(carried, environ={}, engine="sglang") == config
     assert config.tiers.path == ("/a", "b")
-    assert folders_of(config.tiers) == ("/a", os.path.abspath("b"))
+    assert config.tiers.paths == ("/a", os.path.abspath("b"))
 
 
 @pytest.mark.parametrize(
@@ -70,9 +70,14 @@ def test_several_folders_survive_it_too(capacity):
     [
         ({"capacity_gib": 1}, "mimo.tiers.path: found ''"),
         ({"path": "/a"}, "mimo.tiers.capacity_gib: found None"),
+        ({"store": "redis"}, "mimo.tiers.path: found ''.*URL of a server"),
+        ({"store": "redis", "path": "redis://h", "capacity_gib": 1}, "set maxmemory there"),
     ],
 )
 def test_where_and_how_much_must_be_said(tiers, words):
     with pytest.raises(ConfigError, match=words):
         require_place("mimo.tiers", parse(tiers).tiers)
     require_place("mimo.tiers", parse({"path": ["/a"], "capacity_gib": [1]}).tiers)
+    servers = parse({"store": "redis", "path": ["redis://a", "redis://b"]}).tiers
+    require_place("mimo.tiers", servers)
+    assert servers.paths == ("redis://a", "redis://b")

@@ -109,6 +109,9 @@ class FileStore:
         self._gate = os.open(folder / _GATE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._recount()
 
+    def __str__(self) -> str:
+        return str(self.folder)
+
     # -- the protocol --------------------------------------------------------------------------
 
     def exists(self, keys: Sequence[str]) -> list[bool]:

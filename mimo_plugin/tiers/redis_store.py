@@ -178,35 +178,53 @@ def open_redis(
     """
     limits = limits or BreakerLimits()
     stores: dict[str, PageStore] = {}
-    for url in urls:
+    for name, url in require_redis(urls).items():
         store = RedisStore(url, timeout_s=limits.timeout_s, verify=verify)
-        if store.name in stores:
-            raise setting_error("Redis URL", store.name, "each server once", "drop one")
-        stores[store.name] = Breaker(store, store.name, limits=limits)
+        stores[name] = Breaker(store, name, limits=limits)
     return RingStore(stores)
+
+
+def require_redis(urls: Sequence[str]) -> dict[str, str]:
+    """The URLs by the names of their servers, when a store can be made of them.
+
+    Raises:
+        ConfigError: a URL is none, or a server is named twice.
+        RedisUnavailable: no client library.
+    """
+    found: dict[str, str] = {}
+    for url in urls:
+        name = name_of(url)
+        if name in found:
+            raise setting_error("Redis URL", name, "each server once", "drop one")
+        found[name] = url
+    _library()
+    return found
 
 
 def _name(key: str) -> bytes:
     return _PREFIX + key.encode("utf-8", "surrogatepass")
 
 
-def _connect(url: str, timeout_s: float) -> tuple[Any, type[Exception]]:
-    """A client, which connects when it is used, and the error of a server without room."""
+def _library() -> Any:
     try:
-        from redis import Redis
-        from redis.backoff import NoBackoff
-        from redis.exceptions import OutOfMemoryError
-        from redis.retry import Retry
+        import redis
+        from redis.exceptions import OutOfMemoryError  # noqa: F401 - a client that is recent enough
     except ImportError as error:
         raise RedisUnavailable(
             f"Redis store: no client library ({error}); fix: pip install 'mimo-plugin[tiers]'"
         ) from error
-    client = Redis.from_url(
+    return redis
+
+
+def _connect(url: str, timeout_s: float) -> tuple[Any, type[Exception]]:
+    """A client, which connects when it is used, and the error of a server without room."""
+    redis = _library()
+    client = redis.Redis.from_url(
         url,
         socket_timeout=timeout_s,
         socket_connect_timeout=timeout_s,
         # The breaker decides when to try again.
-        retry=Retry(NoBackoff(), 0),
+        retry=redis.retry.Retry(redis.backoff.NoBackoff(), 0),
         decode_responses=False,
     )
-    return client, OutOfMemoryError
+    return client, redis.exceptions.OutOfMemoryError

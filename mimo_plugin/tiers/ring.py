@@ -42,6 +42,9 @@ class RingStore:
             for number, name in enumerate(self.stores)
         }
 
+    def __str__(self) -> str:
+        return ", ".join(self.stores)
+
     def exists(self, keys: Sequence[str]) -> list[bool]:
         """Which pages are there."""
         return self._spread(keys, lambda store, at: store.exists([keys[i] for i in at]))

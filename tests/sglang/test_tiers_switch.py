@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from mimo_plugin.engines.sglang import register
 from mimo_plugin.engines.sglang.storage.arguments import SECTION, open_store
 from mimo_plugin.errors import ConfigError, FeatureUnavailable
 from mimo_plugin.tiers.file_store import FileStore
+from mimo_plugin.tiers.redis_store import RedisUnavailable
 from mimo_plugin.tiers.ring import RingStore
 from tests.sglang.test_switch import Engine, engine, refused, section
 
@@ -72,6 +75,53 @@ def test_several_folders(asked: dict[str, Any], ask: Any, capacity: Any, tmp_pat
     assert sizes == [int(size * (1 << 30)) for size in gib]
 
 
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A client library that only notes what it shall connect to."""
+    urls: list[str] = []
+    client = SimpleNamespace(from_url=lambda url, **options: urls.append(url))
+    errors = SimpleNamespace(OutOfMemoryError=MemoryError)
+    several = SimpleNamespace(NoBackoff=object, Retry=lambda *arguments: None)
+    module = SimpleNamespace(Redis=client, exceptions=errors, retry=several, backoff=several)
+    monkeypatch.setitem(sys.modules, "redis", module)
+    monkeypatch.setitem(sys.modules, "redis.exceptions", errors)
+    return urls
+
+
+def test_servers(engine: Engine, ask: Any, asked: dict[str, Any], library: list[str]) -> None:
+    found = extra(ask({"store": "redis", "path": ["redis://u:p@a", "redis://b:1/2"]}))
+    assert (found["store"], found["capacity_gib"]) == ("redis", None)
+    store = open_store(found)
+    assert isinstance(store, RingStore)
+    assert list(store.stores) == ["redis://a:6379/0", "redis://b:1/2"]
+    assert library == ["redis://u:p@a", "redis://b:1/2"]
+    one = open_store(extra(ask({"store": "redis", "path": "redis://a"})))
+    assert isinstance(one, RingStore), "guarded, too"
+
+
+@pytest.mark.parametrize(
+    ("tiers", "words"),
+    [
+        ({"path": "/data"}, "redis://HOST:PORT/DB"),
+        ({"path": ["redis://a", "redis://a:6379/"]}, "each server once"),
+        ({"path": "redis://a", "capacity_gib": 1}, "mimo.tiers.capacity_gib"),
+        ({"path": ""}, "mimo.tiers.path"),
+    ],
+)
+def test_wrong_servers(
+    engine: Engine, ask: Any, asked: dict[str, Any], library: list[str], tiers: Any, words: str
+) -> None:
+    assert words in refused(lambda: ask({"store": "redis", **tiers}), ConfigError)
+
+
+def test_servers_without_a_client_library(
+    engine: Engine, ask: Any, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "redis", None)
+    line = refused(lambda: ask({"store": "redis", "path": "redis://a"}), RedisUnavailable)
+    assert "pip install 'mimo-plugin[tiers]'" in line
+
+
 def test_one_folder_is_read_and_written_in_place(asked: dict[str, Any], ask: Any) -> None:
     store = open_store(extra(ask({**asked, "verify": False})))
     assert isinstance(store, FileStore) and store.capacity_bytes == 1 << 30
@@ -82,7 +132,7 @@ def test_one_folder_is_read_and_written_in_place(asked: dict[str, Any], ask: Any
     [
         ({"path": None}, f"{SECTION}.path: found None"),
         ({"path": ""}, f"{SECTION}.path: found ''"),
-        ({"path": ["/a", "/a"]}, "name each folder once"),
+        ({"path": ["/a", "/a"]}, "name each once"),
         ({"capacity_gib": "1"}, f"{SECTION}.capacity_gib: found '1'"),
         ({"capacity_gib": None}, f"{SECTION}.capacity_gib: found None"),
         ({"capacity_gib": [1]}, "as path is no list"),

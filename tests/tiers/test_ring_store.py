@@ -48,6 +48,7 @@ def test_answers_are_in_the_order_of_the_keys(numbers):
 
 def test_each_store_is_asked_once_for_a_batch_and_only_where_it_has_a_part():
     target, stores = ring()
+    assert str(target) == "/0, /1, /2"
     target.exists(KEYS)
     assert all(len(store.calls) == 1 for store in stores.values())
     (key,) = KEYS[:1]

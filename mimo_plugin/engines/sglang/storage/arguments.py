@@ -13,11 +13,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mimo_plugin.config_tiers import TiersConfig, folders_of, parse_tiers, require_place
+from mimo_plugin.config_tiers import REDIS, TiersConfig, parse_tiers, require_place
 from mimo_plugin.engines.sglang.register import STORAGE_FIELDS
 from mimo_plugin.errors import nearest, setting_error
 from mimo_plugin.tiers.file_store import FileStore
 from mimo_plugin.tiers.folders import open_folders
+from mimo_plugin.tiers.redis_store import open_redis
 from mimo_plugin.tiers.store import PageStore
 
 SECTION = "hicache-storage-backend-extra-config"
@@ -58,6 +59,7 @@ def open_store(extra: Mapping[str, Any]) -> PageStore:
     Raises:
         ConfigError: a setting is unknown or out of range.
         StoreError: it can't be opened.
+        RedisUnavailable: no client library.
     """
     for setting in extra:
         if setting not in (*_OURS, *_ENGINE):
@@ -70,11 +72,11 @@ def open_store(extra: Mapping[str, Any]) -> PageStore:
             )
     config = parse_tiers(SECTION, {name: extra[name] for name in _OURS if name in extra})
     require_place(SECTION, config)
-    folders = [Path(folder) for folder in folders_of(config)]
+    if config.store == REDIS:
+        return open_redis(config.paths, verify=config.verify)
+    folders, sizes = [Path(folder) for folder in config.paths], _bytes(config.capacity_gib)
     if isinstance(config.path, str):
-        (capacity,) = _bytes(config.capacity_gib)
-        return FileStore(folders[0], capacity_bytes=capacity, verify=config.verify)
-    sizes = _bytes(config.capacity_gib)
+        return FileStore(folders[0], capacity_bytes=sizes[0], verify=config.verify)
     each = isinstance(config.capacity_gib, tuple)
     return open_folders(folders, sizes if each else sizes[0], verify=config.verify)
 
