@@ -16,8 +16,8 @@ import hashlib
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
-EQUAL_POINTS = 256
-"""Points of each of several equal stores; up to 16 of them hold at most 1.35 of an even share."""
+EQUAL_POINTS = 1024
+"""Points of each of several equal stores; up to 16 of them hold 0.8 to 1.2 of an even share."""
 
 LEAST_POINTS = 64
 """Fewest points that a store should have."""

@@ -37,14 +37,15 @@ class BreakerLimits:
         timeout_s: longest time that a step may take, > 0; a call ends with its first step that
             fails, so it waits for this long at most once.
         threads: calls that may be in the store at a time, those that hang included, >= 1.
-        step_bytes: of the pages of one step, if it has more than one, > 0.
+        step_bytes: of the pages of one step, if it has more than one, > 0; few, so that copies stay
+            in the processor's caches.
         step_keys: of one step, >= 1.
         rule: when the store is left alone, and for how long.
     """
 
     timeout_s: float = 2.0
     threads: int = 4
-    step_bytes: int = 16 << 20
+    step_bytes: int = 2 << 20
     step_keys: int = 256
     rule: CircuitRule = field(default_factory=CircuitRule)
 

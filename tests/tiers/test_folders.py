@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -22,8 +23,10 @@ PATIENT = BreakerLimits(timeout_s=60.0)
 
 
 @pytest.fixture
-def folders(tmp_path):
-    return [tmp_path / name for name in ("a", "b", "c")]
+def folders(tmp_path, monkeypatch):
+    """Where pages lie follows from the names, so these are the same in every run."""
+    monkeypatch.chdir(tmp_path)
+    return [Path(name) for name in ("a", "b", "c")]
 
 
 def opened(folders, capacity=GIB, limits=PATIENT):
@@ -86,7 +89,7 @@ def test_capacity_is_for_all_together_or_for_each(folders):
     together = opened(folders, 30 * page_bytes)
     sizes = [guarded._store.capacity_bytes for guarded in together.stores.values()]
     assert sizes == [10 * page_bytes] * 3
-    assert max(together.ring.shares().values()) < 1.35 / 3
+    assert max(together.ring.shares().values()) < 1.2 / 3
 
     each = opened(folders, [100 * GIB, 100 * GIB, 200 * GIB])
     sizes = [guarded._store.capacity_bytes for guarded in each.stores.values()]
@@ -96,5 +99,5 @@ def test_capacity_is_for_all_together_or_for_each(folders):
 
 def test_a_folder_that_cannot_be_used_at_start_is_named(folders):
     folders[1].write_text("")
-    with pytest.raises(StoreError, match=r"page store .*/b: .*needed: a folder"):
+    with pytest.raises(StoreError, match=r"page store b: .*needed: a folder"):
         opened(folders)

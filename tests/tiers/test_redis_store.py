@@ -144,6 +144,18 @@ def test_damage_at_any_byte_is_a_miss(store, length):
     assert store.get(["a"], [empty(sizes)]) == [True]
 
 
+def test_without_checksums_the_length_counts(server, store):
+    store.put(["a"], [page(1)])
+    whole = store._client.get(raw("a"))
+    target = RedisStore(server.url, timeout_s=PATIENT_S, verify=False)
+    for data in (whole[:-1], whole + b"x", whole[:HEADER_BYTES], b""):
+        target._client.set(raw("a"), data)
+        memory = page(2)
+        assert target.get(["a"], [memory]) == [False] and memory == page(2)
+    target._client.set(raw("a"), whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert target.get(["a"], [empty()]) == [True]
+
+
 def aged(store, key):
     """Make a page look as if it had not been used for long."""
     store._client.restore(raw(key), 0, store._client.dump(raw(key)), replace=True, idletime=5000)
@@ -238,14 +250,24 @@ def test_a_server_that_hangs_is_given_up(server):
     assert guarded.target.get(["a"], [memory]) == [True] and memory == page(1)
 
 
-def test_the_clients_own_time_outs(server):
+def test_the_clients_own_time_outs(server, store):
+    """And an answer that comes late is not taken for that of the next question."""
+    store.put(["a", "b"], [page(1), page(2)])
     target = RedisStore(server.url, timeout_s=IMPATIENT_S)
     server.send(signal.SIGSTOP)
     try:
         with pytest.raises(Exception, match="[Tt]imeout"):
-            target.exists(["a"])
+            target.get(["a"], [empty()])
     finally:
         server.send(signal.SIGCONT)
+    found = empty()
+    for _ in range(100):
+        try:
+            assert target.get(["b"], [found]) == [True]
+            break
+        except Exception as error:  # a busy machine may take longer than so little
+            assert "imeout" in str(error)
+    assert found == page(2)
 
 
 def test_kills_at_random_points_fail_nothing(server):
@@ -278,7 +300,7 @@ def test_losing_one_of_three_servers(make):
     servers[1].kill()
     lost = name_of(servers[1].url)
     elsewhere = [target.ring.store_of(key) != lost for key in KEYS]
-    assert sum(elsewhere) >= 0.6 * len(KEYS)
+    assert target.ring.shares()[lost] <= 0.4
     for _ in range(4):
         found = [empty() for _ in KEYS]
         assert target.get(KEYS, found) == target.put(KEYS, PAGES) == elsewhere
