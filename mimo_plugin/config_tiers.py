@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from mimo_plugin.config_values import Validator, boolean, number, one_of, section, text, whole
+from mimo_plugin.errors import setting_error
 
-STORES = ("file",)
+FILE, REDIS = "file", "redis"
+STORES = (FILE, REDIS)
 """Kinds of stores."""
 
 
@@ -17,9 +20,10 @@ class TiersConfig:
 
     Attributes:
         store: kind of the store below host memory, one of ``STORES``.
-        path: its folder; must be given.
-        capacity_gib: of all its pages, GiB, > 0; must be given, None is refused where the feature
-            is switched on.
+        path: its folder, or the URL of its server; or several, each once, over which its pages are
+            spread; must be given.
+        capacity_gib: of all its pages, GiB, > 0; or of the pages in each of several folders. Where
+            the feature is switched on, None is refused for files, and all else for servers.
         verify: what is read is checked against its checksum.
         name: engines with different names share nothing.
         prefetch_tokens: fewest stored tokens that are worth reading, >= 1.
@@ -27,23 +31,47 @@ class TiersConfig:
             None keeps SGLang's own split, which is that of the device's pools.
     """
 
-    store: str = "file"
-    path: str = ""
-    capacity_gib: float | None = None
+    store: str = FILE
+    path: str | tuple[str, ...] = ""
+    capacity_gib: float | tuple[float, ...] | None = None
     verify: bool = True
     name: str = ""
     prefetch_tokens: int = 256
     host_swa_share: float | None = None
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The folders or URLs; of folders the absolute paths."""
+        given = (self.path,) if isinstance(self.path, str) else self.path
+        return tuple(map(os.path.abspath, given)) if self.store == FILE else given
 
 
 def _or_none(parse: Validator) -> Validator:
     return lambda setting, value: None if value is None else parse(setting, value)
 
 
+def _places(setting: str, value: object) -> str | tuple[str, ...]:
+    if not isinstance(value, (list, tuple)):
+        return str(text(setting, value))
+    allowed = "a text, or a list of different ones"
+    if not value or not all(isinstance(item, str) and item for item in value):
+        raise setting_error(setting, value, allowed, "name at least one, each in quotes")
+    if len({os.path.abspath(item) for item in value}) < len(value):
+        raise setting_error(setting, value, allowed, "name each once")
+    return tuple(value)
+
+
+def _capacity(setting: str, value: object) -> float | tuple[float, ...] | None:
+    one = number(over=0)
+    if isinstance(value, (list, tuple)):
+        return tuple(one(setting, item) for item in value)
+    return None if value is None else float(one(setting, value))
+
+
 _VALUES: dict[str, Validator] = {
     "store": one_of(STORES),
-    "path": text,
-    "capacity_gib": _or_none(number(over=0)),
+    "path": _places,
+    "capacity_gib": _capacity,
     "verify": boolean,
     "name": text,
     "prefetch_tokens": whole(1, "tokens"),
@@ -55,6 +83,46 @@ def parse_tiers(where: str, raw: object) -> TiersConfig:
     """The settings of the section ``where``.
 
     Raises:
-        ConfigError: unknown key, wrong type, value out of range.
+        ConfigError: unknown key, wrong type, value out of range, or not one capacity for each
+            folder.
     """
-    return TiersConfig(**section(where, raw, _VALUES))
+    config = TiersConfig(**section(where, raw, _VALUES))
+    folders = len(config.path) if isinstance(config.path, tuple) else None
+    if isinstance(config.capacity_gib, tuple) and len(config.capacity_gib) != folders:
+        needed = f"or a list of {folders}, one for each folder" if folders else "as path is no list"
+        raise setting_error(
+            f"{where}.capacity_gib",
+            list(config.capacity_gib),
+            f"a number, {needed}",
+            "give one number for all folders together, or one for each",
+        )
+    return config
+
+
+def require_place(where: str, config: TiersConfig) -> None:
+    """Refuse settings of the section ``where`` that leave open where and how much is stored.
+
+    Raises:
+        ConfigError: which one.
+    """
+    what, example = _PLACES[config.store]
+    if not config.path:
+        fix = f'set "path": "{example}" in that section'
+        raise setting_error(f"{where}.path", config.path, f"{what}, or a list of them", fix)
+    if config.store == FILE and config.capacity_gib is None:
+        raise setting_error(
+            f"{where}.capacity_gib", None, "a number > 0", "say how much may be stored there"
+        )
+    if config.store != FILE and config.capacity_gib is not None:
+        raise setting_error(
+            f"{where}.capacity_gib",
+            config.capacity_gib,
+            f"null with store {config.store!r}, whose server decides",
+            "leave it out, and set maxmemory there",
+        )
+
+
+_PLACES = {
+    FILE: ("a folder", "/data/kv"),
+    REDIS: ("the URL of a server", "redis://HOST:6379/0"),
+}

@@ -320,6 +320,11 @@ METRICS: tuple[MetricSpec, ...] = (
         "written for want of room or by a failure, and given up for others.",
         {"what": TIER_PAGES},
     ),
+    _spec(
+        "counter",
+        "tier_failed_calls",
+        "Calls to stores of which no answer came in time, or an error.",
+    ),
     _spec("counter", "metrics_dropped", "Observations lost because nobody collected them."),
     _spec(
         "gauge",
@@ -350,6 +355,7 @@ METRICS: tuple[MetricSpec, ...] = (
     _spec("gauge", "encoder_cache_used_bytes", "Bytes held in the node's shared embedding cache."),
     _spec("gauge", "encoder_cache_entries", "Embeddings held there."),
     _spec("gauge", "tier_held_bytes", "Bytes that the store holds, of all who share it."),
+    _spec("gauge", "tier_stores_down", "Stores left alone now, because calls to them failed."),
     _spec("gauge", "degraded", "1 when the plugin was asked for and the engine runs without it."),
     _spec(
         "gauge",

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
 from mimo_plugin.config import parse_config
+from mimo_plugin.config_tiers import require_place
 from mimo_plugin.errors import ConfigError
 
 
@@ -19,13 +21,24 @@ def parse(tiers):
     ("tiers", "words"),
     [
         ({"path": 3}, ("mimo.tiers.path", "a text")),
+        ({"path": []}, ("mimo.tiers.path", "a list of different ones", "at least one")),
+        ({"path": ["/a", ""]}, ("mimo.tiers.path", "at least one")),
+        ({"path": ["/a", 3]}, ("mimo.tiers.path", "in quotes")),
+        ({"path": ["/a", "/b/../a/"]}, ("mimo.tiers.path", "name each once")),
         ({"capacity_gib": 0}, ("mimo.tiers.capacity_gib", "> 0")),
+        ({"path": ["/a"], "capacity_gib": [0]}, ("mimo.tiers.capacity_gib", "> 0")),
+        (
+            {"path": ["/a", "/b"], "capacity_gib": [1]},
+            ("mimo.tiers.capacity_gib: found [1.0]", "a list of 2, one for each folder"),
+        ),
+        ({"path": "/a", "capacity_gib": [1]}, ("mimo.tiers.capacity_gib", "as path is no list")),
+        ({"capacity_gib": []}, ("mimo.tiers.capacity_gib", "a number")),
         ({"capacity_gib": True}, ("mimo.tiers.capacity_gib",)),
         ({"prefetch_tokens": 0}, ("mimo.tiers.prefetch_tokens", ">= 1")),
         ({"host_swa_share": 0}, ("mimo.tiers.host_swa_share", "> 0 and < 1")),
         ({"host_swa_share": 1}, ("mimo.tiers.host_swa_share",)),
         ({"verify": 1}, ("mimo.tiers.verify", "true or false")),
-        ({"store": "redis"}, ("mimo.tiers.store", "file")),
+        ({"store": "mooncake"}, ("mimo.tiers.store", "file, redis")),
         ({"capacity_gb": 1}, ("did you mean 'capacity_gib'?",)),
     ],
 )
@@ -41,3 +54,30 @@ def test_a_section_survives_its_way_to_the_other_processes(share):
     carried = json.loads(json.dumps(config.to_dict()))
     assert parse_config(carried, environ={}, engine="sglang") == config
     assert config.features == ("tiers",)
+
+
+@pytest.mark.parametrize("capacity", [3, [1, 2.5]])
+def test_several_folders_survive_it_too(capacity):
+    config = parse({"path": ["/a", "b"], "capacity_gib": capacity})
+    carried = json.loads(json.dumps(config.to_dict()))
+    assert parse_config(carried, environ={}, engine="sglang") == config
+    assert config.tiers.path == ("/a", "b")
+    assert config.tiers.paths == ("/a", os.path.abspath("b"))
+
+
+@pytest.mark.parametrize(
+    ("tiers", "words"),
+    [
+        ({"capacity_gib": 1}, "mimo.tiers.path: found ''"),
+        ({"path": "/a"}, "mimo.tiers.capacity_gib: found None"),
+        ({"store": "redis"}, "mimo.tiers.path: found ''.*URL of a server"),
+        ({"store": "redis", "path": "redis://h", "capacity_gib": 1}, "set maxmemory there"),
+    ],
+)
+def test_where_and_how_much_must_be_said(tiers, words):
+    with pytest.raises(ConfigError, match=words):
+        require_place("mimo.tiers", parse(tiers).tiers)
+    require_place("mimo.tiers", parse({"path": ["/a"], "capacity_gib": [1]}).tiers)
+    servers = parse({"store": "redis", "path": ["redis://a", "redis://b"]}).tiers
+    require_place("mimo.tiers", servers)
+    assert servers.paths == ("redis://a", "redis://b")

@@ -27,8 +27,11 @@ class StoreStats:
         pages_missed: asked for and not there.
         pages_damaged: there, but not what was written, so removed.
         pages_touched: kept alive.
-        pages_dropped: not written, because the store was full or failed.
+        pages_dropped: not written, because the store was full or failed, or not kept alive because
+            it failed.
         pages_evicted: removed to make room.
+        calls_failed: to stores that did not answer, or answered with an error.
+        stores_down: stores that are left alone now because calls to them failed.
     """
 
     bytes_held: int | None
@@ -39,6 +42,8 @@ class StoreStats:
     pages_touched: int
     pages_dropped: int
     pages_evicted: int
+    calls_failed: int = 0
+    stores_down: int = 0
 
 
 class PageStore(Protocol):
@@ -61,7 +66,7 @@ class PageStore(Protocol):
         ...
 
     def stats(self) -> StoreStats:
-        """Counters so far."""
+        """Counters so far; never waits for the store itself."""
         ...
 
     def close(self) -> None:

@@ -4,13 +4,19 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mimo_plugin.engines.sglang import register
+from mimo_plugin.engines.sglang.storage.arguments import SECTION, open_store
 from mimo_plugin.errors import ConfigError, FeatureUnavailable
+from mimo_plugin.tiers.file_store import FileStore
+from mimo_plugin.tiers.redis_store import RedisUnavailable
+from mimo_plugin.tiers.ring import RingStore
 from tests.sglang.test_switch import Engine, engine, refused, section
 
 __all__ = ["engine"]
@@ -56,6 +62,90 @@ def test_the_section_becomes_sglangs_arguments(asked: dict[str, Any], ask: Any) 
     assert (Path(asked["path"]) / "00").is_dir()
 
 
+@pytest.mark.parametrize("capacity", [3, [1, 2]])
+def test_several_folders(asked: dict[str, Any], ask: Any, capacity: Any, tmp_path: Path) -> None:
+    folders = [str(tmp_path / name) for name in "ab"]
+    found = extra(ask({"path": folders, "capacity_gib": capacity}))
+    assert found["path"] == folders and found["capacity_gib"] == capacity
+    assert all((Path(folder) / "00").is_dir() for folder in folders)
+    store = open_store(found)
+    assert isinstance(store, RingStore) and list(store.stores) == folders
+    gib = [1.5, 1.5] if capacity == 3 else capacity
+    sizes = [each._store.capacity_bytes for each in store.stores.values()]  # type: ignore[attr-defined]
+    assert sizes == [int(size * (1 << 30)) for size in gib]
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A client library that only notes what it shall connect to."""
+    urls: list[str] = []
+    client = SimpleNamespace(from_url=lambda url, **options: urls.append(url))
+    errors = SimpleNamespace(OutOfMemoryError=MemoryError)
+    several = SimpleNamespace(NoBackoff=object, Retry=lambda *arguments: None)
+    module = SimpleNamespace(Redis=client, exceptions=errors, retry=several, backoff=several)
+    monkeypatch.setitem(sys.modules, "redis", module)
+    monkeypatch.setitem(sys.modules, "redis.exceptions", errors)
+    return urls
+
+
+def test_servers(engine: Engine, ask: Any, asked: dict[str, Any], library: list[str]) -> None:
+    found = extra(ask({"store": "redis", "path": ["redis://u:p@a", "redis://b:1/2"]}))
+    assert (found["store"], found["capacity_gib"]) == ("redis", None)
+    store = open_store(found)
+    assert isinstance(store, RingStore)
+    assert list(store.stores) == ["redis://a:6379/0", "redis://b:1/2"]
+    assert library == ["redis://u:p@a", "redis://b:1/2"]
+    one = open_store(extra(ask({"store": "redis", "path": "redis://a"})))
+    assert isinstance(one, RingStore), "guarded, too"
+
+
+@pytest.mark.parametrize(
+    ("tiers", "words"),
+    [
+        ({"path": "/data"}, "redis://HOST:PORT/DB"),
+        ({"path": ["redis://a", "redis://a:6379/"]}, "each server once"),
+        ({"path": "redis://a", "capacity_gib": 1}, "mimo.tiers.capacity_gib"),
+        ({"path": ""}, "mimo.tiers.path"),
+    ],
+)
+def test_wrong_servers(
+    engine: Engine, ask: Any, asked: dict[str, Any], library: list[str], tiers: Any, words: str
+) -> None:
+    assert words in refused(lambda: ask({"store": "redis", **tiers}), ConfigError)
+
+
+def test_servers_without_a_client_library(
+    engine: Engine, ask: Any, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "redis", None)
+    line = refused(lambda: ask({"store": "redis", "path": "redis://a"}), RedisUnavailable)
+    assert "pip install 'mimo-plugin[tiers]'" in line
+
+
+def test_one_folder_is_read_and_written_in_place(asked: dict[str, Any], ask: Any) -> None:
+    store = open_store(extra(ask({**asked, "verify": False})))
+    assert isinstance(store, FileStore) and store.capacity_bytes == 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"path": None}, f"{SECTION}.path: found None"),
+        ({"path": ""}, f"{SECTION}.path: found ''"),
+        ({"path": ["/a", "/a"]}, "name each once"),
+        ({"capacity_gib": "1"}, f"{SECTION}.capacity_gib: found '1'"),
+        ({"capacity_gib": None}, f"{SECTION}.capacity_gib: found None"),
+        ({"capacity_gib": [1]}, "as path is no list"),
+        ({"verify": 1}, f"{SECTION}.verify"),
+        ({"store": "disk"}, f"{SECTION}.store"),
+        ({"capacity": 1}, "write capacity_gib"),
+    ],
+)
+def test_wrong_settings_by_hand(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    settings = {"interface_v1": 1, "path": str(tmp_path), "capacity_gib": 1}
+    assert words in refused(lambda: open_store({**settings, **change}), ConfigError)
+
+
 def test_it_is_decided_before_sglang_resolves(
     engine: Engine, asked: dict[str, Any], ask: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,6 +180,9 @@ def test_beside_others_and_without_being_named(
     [
         ({"path": ""}, "mimo.tiers.path"),
         ({"path": "/proc/nowhere"}, "page store /proc/nowhere"),
+        ({"path": ["/tmp/kv", "/tmp/kv/"]}, "mimo.tiers.path"),
+        ({"path": ["/proc/nowhere"]}, "page store /proc/nowhere"),
+        ({"capacity_gib": [1, 2]}, "mimo.tiers.capacity_gib"),
         ({"capacity_gib": None}, "mimo.tiers.capacity_gib"),
         ({"capacity_gib": 0}, "a number > 0"),
         ({"store": "files"}, "did you mean 'file'?"),

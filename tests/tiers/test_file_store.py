@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -112,6 +115,80 @@ def test_a_damaged_page_is_a_miss_and_goes(tmp_path, damage):
     assert target.get(["a"], [empty()]) == [True]
 
 
+@pytest.mark.parametrize("length", ["same", "cut", "longer"])
+def test_damage_at_any_byte_is_a_miss(tmp_path, length):
+    """Each byte of the file, its header included, inverted; and the file cut off behind it."""
+    sizes = (60, 0, 90)
+    target = store(tmp_path)
+    target.put(["a"], [page(1, sizes)])
+    path = target._path("a")
+    whole = path.read_bytes()
+    assert len(whole) == HEADER_BYTES + 150
+    for at in range(len(whole)):
+        if length == "same":
+            data = bytearray(whole)
+            data[at] ^= 0xFF
+        else:
+            data = whole[:at] if length == "cut" else whole + whole[: at + 1]
+        path.write_bytes(data)
+        assert target.get(["a"], [empty(sizes)]) == [False], at
+        assert not path.exists()
+    assert target.stats().pages_damaged == len(whole)
+    path.write_bytes(whole)
+    assert target.get(["a"], [empty(sizes)]) == [True]
+
+
+WRITER = """
+import hashlib, os, random, signal, sys, time
+from pathlib import Path
+from mimo_plugin.tiers.file_store import FileStore
+folder, rounds, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+chance = random.Random(7)
+for number in range(rounds):
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        store = FileStore(folder, capacity_bytes=1 << 40)
+        while True:
+            for page in range(8):
+                key = f"{number}-{page}"
+                data = hashlib.blake2b(key.encode()).digest() * (size // 64)
+                store.put([key], [[memoryview(data)]])
+                os.write(write, b"x")
+            store.get([f"{max(0, number - 1)}-0"], [[memoryview(bytearray(size))]])
+    # From before it has opened the store, or from its first page on.
+    if number % 2:
+        os.read(read, 1)
+    time.sleep(chance.uniform(0, 0.02 if number % 2 else 0.01))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(read), os.close(write)
+"""
+
+
+def test_killed_writers_leave_whole_pages_or_none(tmp_path):
+    """kill -9 at random points: what is there afterwards is what was written, and all can go on."""
+    rounds, size = 30, 2 << 20
+    subprocess.run(
+        [sys.executable, "-c", WRITER, str(tmp_path), str(rounds), str(size)],
+        check=True,
+        cwd=ROOT,
+        timeout=120,
+    )
+    target = FileStore(tmp_path, capacity_bytes=1 << 40)
+    keys = [f"{number}-{n}" for number in range(rounds) for n in range(8)]
+    there = 0
+    for key in keys:
+        data = hashlib.blake2b(key.encode()).digest() * (size // 64)
+        found = memoryview(bytearray(size))
+        if target.get([key], [[found]]) == [True]:
+            assert found == data
+            there += 1
+    assert 0 < there < len(keys), "no kill came between the first page and the last"
+    assert target.stats().pages_damaged == 0
+    assert target.put(keys[:1], [[memoryview(bytes(size))]]) == [True]
+
+
 def test_many_parts_are_more_than_one_call_takes(tmp_path):
     sizes = (3,) * 3000
     target = store(tmp_path)
@@ -172,6 +249,103 @@ def test_a_disk_that_fails_drops_and_does_not_raise(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "writev", full)
     assert target.put(["a"], [page(1)]) == [False]
     assert target.stats().pages_dropped == 1 and not list(tmp_path.rglob("*.part"))
+
+
+def failing(monkeypatch, name, number):
+    """Have a call of the system fail for files of pages."""
+    real = getattr(os, name)
+
+    def call(path, *arguments, **named):
+        if str(path).endswith((".page", ".part")):
+            raise OSError(number, os.strerror(number))
+        return real(path, *arguments, **named)
+
+    monkeypatch.setattr(os, name, call)
+
+
+@pytest.mark.parametrize("call", ["exists", "touch"])
+def test_a_disk_that_fails_has_no_pages_or_raises(tmp_path, monkeypatch, call):
+    plain, guarded = store(tmp_path), store(tmp_path, guarded=True)
+    plain.put(["a"], [page(1)])
+    failing(monkeypatch, {"exists": "stat", "touch": "utime"}[call], errno.EIO)
+    assert getattr(plain, call)(["a"]) == [False]
+    with pytest.raises(OSError, match="Input/output"):
+        getattr(guarded, call)(["a"])
+
+
+def test_a_guarded_store_raises_where_a_page_cannot_be_opened(tmp_path, monkeypatch):
+    """Too many open files here: the page is in order, and stays."""
+    plain, guarded = store(tmp_path), store(tmp_path, guarded=True)
+    plain.put(["a"], [page(1)])
+
+    def exhausted(*arguments, **named):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("builtins.open", exhausted)
+        assert plain.get(["a"], [empty()]) == [False]
+        with pytest.raises(OSError, match="Too many"):
+            guarded.get(["a"], [empty()])
+        with pytest.raises(OSError, match="Too many"):
+            guarded.put(["b"], [page(2)])
+    assert guarded.get(["a"], [empty()]) == [True]
+    assert plain.stats().pages_damaged == guarded.stats().pages_damaged == 0
+
+
+def test_a_guarded_store_reads_from_a_disk_that_went_read_only(tmp_path, monkeypatch):
+    guarded = store(tmp_path, guarded=True)
+    guarded.put(["a"], [page(1)])
+    failing(monkeypatch, "utime", errno.EROFS)
+    found = empty()
+    assert guarded.get(["a"], [found]) == [True] and found == page(1)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_no_failure(tmp_path, monkeypatch, number):
+    guarded = store(tmp_path, guarded=True)
+
+    def full(*arguments):
+        raise OSError(number, "full")
+
+    monkeypatch.setattr(os, "writev", full)
+    assert guarded.put(["a"], [page(1)]) == [False]
+    assert guarded.put(["b"], [page(1, (10**6,))]) == [False]
+    assert guarded.stats().pages_dropped == 2
+
+
+@pytest.mark.parametrize("left", ["nothing", "empty", "file"])
+def test_a_guarded_store_whose_folder_has_gone_raises(tmp_path, left):
+    folder = tmp_path / "store"
+    guarded = store(folder, guarded=True)
+    guarded.put(["a"], [page(1)])
+    shutil.rmtree(folder)
+    if left == "empty":
+        folder.mkdir()
+    elif left == "file":
+        folder.write_text("")
+    for call in (
+        lambda: guarded.exists(["a"]),
+        lambda: guarded.touch(["a"]),
+        lambda: guarded.get(["a"], [empty()]),
+        lambda: guarded.put(["a"], [page(1)]),
+    ):
+        with pytest.raises(OSError):
+            call()
+    # Nothing is made where the disk is missing: that would fill another one.
+    assert left != "empty" or not list(folder.iterdir())
+
+
+def test_a_guarded_store_makes_room_beside_its_calls(tmp_path):
+    guarded = store(tmp_path, pages=10, guarded=True)
+    for number in range(30):
+        assert guarded.put([f"{number}"], [page(number)]) == [True]
+    for thread in threading.enumerate():
+        if thread.name == "mimo-tiers-room":
+            thread.join(60)
+    guarded._recount()
+    held = sum(path.stat().st_size for path in tmp_path.rglob("*.page"))
+    assert held <= guarded.capacity_bytes
+    assert guarded.stats().pages_evicted >= 20
 
 
 def test_what_an_interrupted_writer_left_goes(tmp_path):

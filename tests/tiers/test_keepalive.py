@@ -24,9 +24,11 @@ class Store:
     def __init__(self):
         self.touched, self.fail = [], False
         self.gate, self.done = threading.Event(), threading.Semaphore(0)
+        self.begun = threading.Semaphore(0)
         self.gate.set()
 
     def touch(self, pages):
+        self.begun.release()
         self.gate.wait(WAIT_S)
         self.touched.append({name: list(hashes) for name, hashes in pages.items()})
         self.done.release()
@@ -91,9 +93,11 @@ def test_a_slow_store_drops_instead_of_growing():
     store = Store()
     store.gate.clear()
     target = keep_alive(store)
-    for number in range(MAX_WAITING + 20):
+    target.add({"kv": ["0"]})
+    assert store.begun.acquire(timeout=WAIT_S)
+    for number in range(1, MAX_WAITING + 20):
         target.add({"kv": [f"{number}"]})
-    assert target.dropped >= 19 and len(target._waiting) <= MAX_WAITING
+    assert target.dropped == 19 and len(target._waiting) <= MAX_WAITING
     store.gate.set()
     store.wait()
     while target._waiting:

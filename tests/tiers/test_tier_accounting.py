@@ -70,7 +70,17 @@ def test_the_stores_own_counts_are_added_once() -> None:
         ("tier_pages", "written"): 5,
         ("tier_pages", "damaged"): 1,
         ("tier_held_bytes",): 8,
+        ("tier_stores_down",): 0,
     }
+
+
+def test_failing_stores_show() -> None:
+    target, sink, now = accounting()
+    target.flush(lambda: stats(calls_failed=3, stores_down=1))
+    now[0] += PERIOD_S
+    target.flush(lambda: stats(calls_failed=5, stores_down=2))
+    assert sink.found["tier_failed_calls",] == 5
+    assert sink.found["tier_stores_down",] == 2
 
 
 def test_where_another_rank_speaks_nothing_is_made() -> None:
@@ -81,5 +91,5 @@ def test_where_another_rank_speaks_nothing_is_made() -> None:
 
 def test_names_and_labels_are_those_of_the_table() -> None:
     assert {name for name in SPECS if name.startswith("tier_")} == NAMES
-    fields = set(StoreStats.__dataclass_fields__) - {"bytes_held"}
+    fields = [name for name in StoreStats.__dataclass_fields__ if name.startswith("pages_")]
     assert len(TIER_PAGES) == len(fields)

@@ -22,7 +22,15 @@ PERIOD_S = 1.0
 
 #: metrics that this adapter writes
 NAMES = frozenset(
-    {"tier_hit_tokens", "tier_missed_tokens", "tier_bytes", "tier_pages", "tier_held_bytes"}
+    {
+        "tier_hit_tokens",
+        "tier_missed_tokens",
+        "tier_bytes",
+        "tier_pages",
+        "tier_failed_calls",
+        "tier_held_bytes",
+        "tier_stores_down",
+    }
 )
 
 _PAGES = {
@@ -62,6 +70,7 @@ class TierAccounting:
         self._lock = threading.Lock()
         self._buffer = MetricsBuffer()
         self._pages = dict.fromkeys(_PAGES, 0)
+        self._failed_calls = 0
         self._due_s = clock_s()
 
     def looked_up(self, asked_tokens: int, full_tokens: int, hit_tokens: int) -> None:
@@ -112,6 +121,10 @@ class TierAccounting:
                 if count > before:
                     self._buffer.inc("tier_pages", count - before, what=what)
                     self._pages[what] = count
+            if found.calls_failed > self._failed_calls:
+                self._buffer.inc("tier_failed_calls", found.calls_failed - self._failed_calls)
+                self._failed_calls = found.calls_failed
+            self._buffer.set("tier_stores_down", found.stores_down)
             if found.bytes_held is not None:
                 self._buffer.set("tier_held_bytes", found.bytes_held)
             payload = self._buffer.drain()

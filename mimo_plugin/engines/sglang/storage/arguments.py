@@ -13,10 +13,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mimo_plugin.config_tiers import STORES, TiersConfig
+from mimo_plugin.config_tiers import REDIS, TiersConfig, parse_tiers, require_place
 from mimo_plugin.engines.sglang.register import STORAGE_FIELDS
 from mimo_plugin.errors import nearest, setting_error
 from mimo_plugin.tiers.file_store import FileStore
+from mimo_plugin.tiers.folders import open_folders
+from mimo_plugin.tiers.redis_store import open_redis
 from mimo_plugin.tiers.store import PageStore
 
 SECTION = "hicache-storage-backend-extra-config"
@@ -57,6 +59,7 @@ def open_store(extra: Mapping[str, Any]) -> PageStore:
     Raises:
         ConfigError: a setting is unknown or out of range.
         StoreError: it can't be opened.
+        RedisUnavailable: no client library.
     """
     for setting in extra:
         if setting not in (*_OURS, *_ENGINE):
@@ -67,18 +70,17 @@ def open_store(extra: Mapping[str, Any]) -> PageStore:
                 f"one of {', '.join(_OURS)}",
                 f"write {hint}" if hint else "remove it",
             )
-    kind = extra.get("store", STORES[0])
-    if kind not in STORES:
-        raise setting_error(f"{SECTION}.store", kind, ", ".join(STORES), "use one of them")
-    path = extra.get("path")
-    if not isinstance(path, str) or not path:
-        raise setting_error(f"{SECTION}.path", path, "a folder", "name one")
-    capacity = extra.get("capacity_gib")
-    if isinstance(capacity, bool) or not isinstance(capacity, (int, float)) or capacity <= 0:
-        raise setting_error(
-            f"{SECTION}.capacity_gib", capacity, "a number above 0", "say how much may be stored"
-        )
-    verify = extra.get("verify", True)
-    if not isinstance(verify, bool):
-        raise setting_error(f"{SECTION}.verify", verify, "true or false", "change it")
-    return FileStore(Path(path), capacity_bytes=int(capacity * (1 << 30)), verify=verify)
+    config = parse_tiers(SECTION, {name: extra[name] for name in _OURS if name in extra})
+    require_place(SECTION, config)
+    if config.store == REDIS:
+        return open_redis(config.paths, verify=config.verify)
+    folders, sizes = [Path(folder) for folder in config.paths], _bytes(config.capacity_gib)
+    if isinstance(config.path, str):
+        return FileStore(folders[0], capacity_bytes=sizes[0], verify=config.verify)
+    each = isinstance(config.capacity_gib, tuple)
+    return open_folders(folders, sizes if each else sizes[0], verify=config.verify)
+
+
+def _bytes(capacity_gib: float | tuple[float, ...] | None) -> list[int]:
+    given = capacity_gib if isinstance(capacity_gib, tuple) else (capacity_gib or 0.0,)
+    return [max(1, int(gib * (1 << 30))) for gib in given]

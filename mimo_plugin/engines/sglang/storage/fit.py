@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from mimo_plugin.config import MimoConfig
+from mimo_plugin.config_tiers import REDIS, require_place
 from mimo_plugin.engines.sglang.register import BACKEND as RADIX_BACKEND
 from mimo_plugin.engines.sglang.storage.arguments import backend_arguments
 from mimo_plugin.errors import setting_error
 from mimo_plugin.tiers.file_store import prepare
+from mimo_plugin.tiers.redis_store import require_redis
 
 LAYOUTS = ("page_first", "page_first_direct")
 """Layouts of host memory in which a page is one run of keys and one of values."""
@@ -21,7 +23,8 @@ def require(cfg: Any, model_config: Any, config: MimoConfig) -> None:
 
     Raises:
         ConfigError: which option or setting, and the fix.
-        StoreError: the store's folder can't be used.
+        StoreError: a folder of the store can't be used.
+        RedisUnavailable: no client library for the store's servers.
     """
     wanted = backend_arguments(config.tiers)
     for name, ours in wanted.items():
@@ -33,14 +36,7 @@ def require(cfg: Any, model_config: Any, config: MimoConfig) -> None:
                 "none with feature 'tiers', which sets it",
                 "drop it, or leave tiers out of --plugin mimo:…",
             )
-    if not config.tiers.path:
-        raise setting_error(
-            "mimo.tiers.path", config.tiers.path, "a folder", 'set {"tiers": {"path": "/data/kv"}}'
-        )
-    if config.tiers.capacity_gib is None:
-        raise setting_error(
-            "mimo.tiers.capacity_gib", None, "a number > 0", "say how much may be stored there"
-        )
+    require_place("mimo.tiers", config.tiers)
     if cfg.hicache_mem_layout not in LAYOUTS:
         raise setting_error(
             "--hicache-mem-layout",
@@ -63,7 +59,11 @@ def require(cfg: Any, model_config: Any, config: MimoConfig) -> None:
             "drop it",
         )
     if cfg.enable_hierarchical_cache:
-        prepare(Path(config.tiers.path))
+        if config.tiers.store == REDIS:
+            require_redis(config.tiers.paths)
+        else:
+            for folder in config.tiers.paths:
+                prepare(Path(folder))
 
 
 def why_not(cfg: Any, model_config: Any) -> str | None:
