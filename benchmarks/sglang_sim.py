@@ -74,7 +74,7 @@ class SglangSimulator:
         self.pools = pools
         self.check = check
         self.totals = Totals()
-        self.cache = make_cache(pools, settings, store)
+        self.cache = self._make_cache(settings, store)
         self.allocator = self.cache.token_to_kv_pool_allocator
         self.rows = self.cache.req_to_token_pool
         self.waiting: deque[_Running] = deque()
@@ -83,6 +83,9 @@ class SglangSimulator:
         self.seen: set[int] = set()
         self._serial = 0
         self._contents = Contents(self) if check else None
+
+    def _make_cache(self, settings: dict[str, Any] | None, store: Store | None) -> Any:
+        return make_cache(self.pools, settings, store)
 
     # -- requests ----------------------------------------------------------------------------
 

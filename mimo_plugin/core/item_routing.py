@@ -73,6 +73,7 @@ def assign(keys: Sequence[bytes], encoders: Sequence[str], spread: float = SPREA
     An item goes to the first encoder of its preference that has not had ``spread`` times an even
     share of this request (at least one), so that one request never waits for one encoder alone.
     Earlier items choose first: a chat that grows keeps the encoders of what it has shown before.
+    One that is there twice is encoded once, so it follows the first and counts once.
 
     Args:
         keys: of the items, in order.
@@ -81,14 +82,15 @@ def assign(keys: Sequence[bytes], encoders: Sequence[str], spread: float = SPREA
     """
     if not encoders or spread < 1:
         raise ValueError(f"found {len(encoders)} encoders, spread {spread}; at least 1 of each")
-    most = -(-int(spread * len(keys) * 1000) // (1000 * len(encoders)))
+    different = list(dict.fromkeys(keys))
+    most = -(-int(spread * len(different) * 1000) // (1000 * len(encoders)))
     taken = [0] * len(encoders)
-    chosen = []
-    for key in keys:
+    chosen = {}
+    for key in different:
         index = next(i for i in preference(key, encoders) if taken[i] < most)
         taken[index] += 1
-        chosen.append(index)
-    return chosen
+        chosen[key] = index
+    return [chosen[key] for key in keys]
 
 
 def route(

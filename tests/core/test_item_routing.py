@@ -62,6 +62,15 @@ def test_a_request_never_overloads_one_encoder(items: int, count: int, seed: int
     assert max(Counter(chosen).values()) <= -(-SPREAD * items // count)
 
 
+@given(st.lists(st.sampled_from(keys(6)), min_size=1, max_size=30), st.integers(1, 8))
+def test_an_item_that_is_there_again_follows_the_first(wanted: list[bytes], count: int) -> None:
+    """However full its encoder is: what is encoded already is no work."""
+    chosen = assign(wanted, ENCODERS[:count])
+    assert chosen == [chosen[wanted.index(key)] for key in wanted]
+    different = list(dict.fromkeys(wanted))
+    assert assign(different, ENCODERS[:count]) == [chosen[wanted.index(key)] for key in different]
+
+
 @given(st.integers(1, 20), st.integers(1, 8), st.integers(0, 1000))
 def test_with_room_every_item_is_at_home(items: int, count: int, seed: int) -> None:
     wanted = keys(items, seed)

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from mimo_sglang_cpu.host_copies import install
 
-from benchmarks.sglang_sim import Pools, SglangSimulator
+from benchmarks.sglang_pools import Pools
+from benchmarks.sglang_sim import SglangSimulator
 
 PAGE_TOKENS, K_DIM = 16, 6
 SETTLE_S = 60.0
@@ -44,7 +45,7 @@ class Chain(SglangSimulator):
         pools = Pools(full_tokens=8192, swa_tokens=4096, max_running=2, chunk_tokens=512)
         super().__init__(pools, None)
 
-    def _make_cache(self, settings: dict[str, Any] | None) -> Any:
+    def _make_cache(self, settings: Any, store: Any) -> Any:
         from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
         from sglang.srt.mem_cache.cache_init_params import CacheInitParams
         from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
