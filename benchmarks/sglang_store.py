@@ -117,12 +117,23 @@ class _Engine:
             storage.keep_alive = lambda *_: None
         # Traffic of minutes is played in seconds: nothing is too soon to be touched again.
         clock = itertools.count(0.0, INTERVAL_S)
-        storage.keeper = KeepAlive(storage._touch, clock_s=lambda: next(clock))
+        self.keeper = KeepAlive(storage._touch, clock_s=lambda: next(clock))
+        self._asked_pages = 0
+        add = self.keeper.add
+
+        def counted(pages: Any) -> None:
+            self._asked_pages += sum(map(len, pages.values()))
+            add(pages)
+
+        self.keeper.add = counted  # type: ignore[method-assign]
+        storage.keeper = self.keeper
 
     def ask(self, prompt: list[int]) -> int:
         """The device's hit of one request, which is in the store when this returns."""
         (hit,) = ask(self.simulator, [prompt])
         self._until(lambda: not (self.cache.ongoing_write_through or self.cache.ongoing_backup))
+        # Each request is waited for, so no two prefixes share a touch.
+        self._until(lambda: self.keeper.pages >= self._asked_pages)
         self._until(self._still)
         return hit
 

@@ -58,7 +58,7 @@ def hit_of_idle_branch(settings: dict[str, Any] | None, short_prompts: int) -> t
 
 
 def test_an_idle_branch_keeps_its_last_window() -> None:
-    """Short prompts take as many windows as the pool has, and more; stock then computes it all."""
+    """B10: short prompts take as many windows as the pool has, and more; stock computes it all."""
     stock, _ = hit_of_idle_branch(None, 60)
     assert stock == 0
     hit, end = hit_of_idle_branch(PLUGIN, 60)
@@ -95,7 +95,7 @@ def most_running(
 def test_a_request_is_charged_its_window(
     settings: dict[str, Any] | None, prompt_tokens: int
 ) -> None:
-    """At most ``min(length, window + chunk) + page`` each, whatever the other pool holds."""
+    """B12: at most ``min(length, window + chunk) + page`` each, whatever the other pool holds."""
     pools = Pools()
     length_tokens = prompt_tokens + 48
     each = min(length_tokens, pools.window_tokens + 512) + pools.page_tokens
@@ -110,7 +110,7 @@ def test_a_request_is_charged_its_window(
 
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_random_walk_loses_no_slot(settings: dict[str, Any] | None) -> None:
-    """10^4 steps, half of them for stock; ``benchmarks/sglang_retention.py`` takes 10^5."""
+    """B60: 10^4 steps, half of them for stock; ``benchmarks/sglang_retention.py`` takes 10^5."""
     walk = Walk(0, settings)
     for _ in range(3000 if settings is None else 7000):
         walk.step()

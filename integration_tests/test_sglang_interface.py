@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every method that SGLang calls on its pools and caches is there, on the ones that we run.
+"""B62: every method that SGLang calls on its pools and caches is there, on the ones that we run.
 
 A pool that lacks one ends the scheduler on the day that path is taken, not on the first. So the
 source of the installed SGLang is read: what is called on a request pool, an allocator, a KV pool or
