@@ -3,22 +3,15 @@
 
 from __future__ import annotations
 
-import logging
-
-from mimo_plugin.engines.prometheus import PrometheusSink
-from mimo_plugin.metrics import METRICS
-
-logger = logging.getLogger("sglang.mimo_plugin")
-
 NAME = "degraded"
 
 
 def say_degraded() -> None:
     """Set the metric in this process, a scheduler's; one rank of a group speaks for all."""
-    from sglang.srt.runtime_context import get_observability, get_parallel, get_serving
+    from sglang.srt.runtime_context import get_observability
 
-    if not get_observability().enable_metrics or get_parallel().attn_tp_rank != 0:
-        return
-    specs = tuple(spec for spec in METRICS if spec.name == NAME)
-    sink = PrometheusSink(str(get_serving().served_model_name), [0], logger, specs=specs)
-    sink.set(NAME, 1, [], 0)
+    from mimo_plugin.engines.sglang.metrics import make_sink
+
+    sink = make_sink({NAME}, enabled=get_observability().enable_metrics)
+    if sink is not None:
+        sink.set(NAME, 1, [], 0)

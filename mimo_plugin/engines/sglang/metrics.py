@@ -17,11 +17,10 @@ from mimo_plugin.metrics import METRICS
 logger = logging.getLogger(register.LOGGER_NAME)
 
 
-def make_sink(config: MimoConfig, names: Set[str], *, enabled: bool) -> PrometheusSink | None:
-    """The collectors of this process for the metrics ``names``, and ``info``.
+def make_sink(names: Set[str], *, enabled: bool) -> PrometheusSink | None:
+    """The collectors of this process for the metrics ``names``.
 
     Args:
-        config: what the engine was started with; becomes the labels of ``info``.
         names: metrics without prefix.
         enabled: SGLang was started with ``--enable-metrics``.
 
@@ -31,8 +30,16 @@ def make_sink(config: MimoConfig, names: Set[str], *, enabled: bool) -> Promethe
     """
     if not enabled or get_parallel().attn_tp_rank != 0:
         return None
-    specs = tuple(spec for spec in METRICS if spec.name in names or spec.name == "info")
-    sink = PrometheusSink(str(get_serving().served_model_name), [0], logger, specs=specs)
-    info = [config.plugin_version, config.engine_label, ",".join(config.features)]
-    sink.set("info", 1, info, 0)
+    specs = tuple(spec for spec in METRICS if spec.name in names)
+    return PrometheusSink(str(get_serving().served_model_name), [0], logger, specs=specs)
+
+
+def make_feature_sink(
+    config: MimoConfig, names: Set[str], *, enabled: bool
+) -> PrometheusSink | None:
+    """The same for a feature that is on; ``info`` is set with what the engine was started with."""
+    sink = make_sink(names | {"info"}, enabled=enabled)
+    if sink is not None:
+        info = [config.plugin_version, config.engine_label, ",".join(config.features)]
+        sink.set("info", 1, info, 0)
     return sink

@@ -19,7 +19,7 @@ from mimo_plugin.engines.sglang import register
 from mimo_plugin.engines.sglang.kv.accounting import NAMES, Accounting
 from mimo_plugin.engines.sglang.kv.cache import MimoRadixCache
 from mimo_plugin.engines.sglang.kv.settings import message_start_ids, retention_rule, swa_group
-from mimo_plugin.engines.sglang.metrics import make_sink
+from mimo_plugin.engines.sglang.metrics import make_feature_sink
 from mimo_plugin.errors import FeatureUnavailable, MimoError
 
 logger = logging.getLogger(register.LOGGER_NAME)
@@ -62,7 +62,7 @@ def _make(ctx: Any, config: MimoConfig) -> Any:
         group=group,
         start_ids=message_start_ids(config.kv, lambda: getattr(ctx.tp_worker, "tokenizer", None)),
         accounting=Accounting(
-            make_sink(config, NAMES, enabled=ctx.params.enable_metrics), cache.page_size
+            make_feature_sink(config, NAMES, enabled=ctx.params.enable_metrics), cache.page_size
         ),
     )
     core = type(cache.tree_core).__name__

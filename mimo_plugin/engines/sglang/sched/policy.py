@@ -8,7 +8,6 @@ prefill batch are wrapped there, for the rules of ``batch.py``.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,7 +28,7 @@ from mimo_plugin.core.affinity import FCFS, OVERDUE, PREEMPTED, AffinityRule, Co
 from mimo_plugin.core.lanes import Lane
 from mimo_plugin.engines.queue_report import QueueReport
 from mimo_plugin.engines.sglang import register
-from mimo_plugin.engines.sglang.metrics import make_sink
+from mimo_plugin.engines.sglang.metrics import make_feature_sink
 from mimo_plugin.engines.sglang.sched.batch import (
     RecentBatches,
     awaited_leader,
@@ -37,6 +36,7 @@ from mimo_plugin.engines.sglang.sched.batch import (
     shorter_tokens,
 )
 from mimo_plugin.engines.sglang.sched.order import AffinityOrder, Clock
+from mimo_plugin.engines.wrapping import wrap_once
 
 logger = logging.getLogger(register.LOGGER_NAME)
 
@@ -49,8 +49,6 @@ SKIPS_PER_PASS = 32
 METRIC_NAMES = frozenset(
     {"scheduler_admissions", "scheduler_deferrals", "queue_wait_s", "metrics_dropped"}
 )
-
-_MARK = "mimo_plugin_wrapper"
 
 
 class _Settings:
@@ -112,7 +110,7 @@ class AffinityPolicy(SchedulePolicy):  # type: ignore[misc]
                 lambda request: str(request.rid),
                 by_priority=self.enable_priority_scheduling,
             )
-            self._sink = make_sink(
+            self._sink = make_feature_sink(
                 _settings.whole, METRIC_NAMES, enabled=get_observability().enable_metrics
             )
             _active = self
@@ -236,23 +234,20 @@ def install(config: MimoConfig, cost: Cost) -> None:
     global _settings
     _settings = _Settings(config, cost)
     scheduler_module.SchedulePolicy = AffinityPolicy
-    for name, wrapper in (
-        ("add_one_req", _add_one_req),
-        ("_select_prefill_admission", _select_prefill_admission),
-    ):
-        original = getattr(PrefillAdder, name)
-        if not getattr(original, _MARK, False):
-            wrapped = _wrapped(original, wrapper)
-            setattr(wrapped, _MARK, True)
-            setattr(PrefillAdder, name, wrapped)
+    wrap_once(PrefillAdder, "add_one_req", _around(_add_one_req))
+    wrap_once(PrefillAdder, "_select_prefill_admission", _around(_select_prefill_admission))
 
 
-def _wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs)
+def _around(ours: Callable[..., Any]) -> Callable[[Any], Any]:
+    """From SGLang's function to ours, which gets SGLang's as its first argument."""
 
-    return call
+    def make(original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return ours(original, *args, **kwargs)
+
+        return call
+
+    return make
 
 
 class _PlaceTaken(Exception):

@@ -17,7 +17,6 @@ Wrappers act for backends that offer ``keep_alive`` and ``cut``, which are the p
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -32,8 +31,8 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.runtime_context import get_memory
 
 from mimo_plugin.engines.sglang.storage.pages import longest_end
+from mimo_plugin.engines.wrapping import wrap_once
 
-_MARK = "mimo_plugin_wrapper"
 _KEPT = "mimo_kept_alive"
 """Mark of a request whose prefix has been kept alive."""
 
@@ -43,10 +42,10 @@ GB = 1e9
 
 def install() -> None:
     """Wrap what tells the backend of hits and takes its answer; again changes nothing."""
-    _wrap(UnifiedRadixCache, "checkpoint_into_tree", _keeping_alive)
-    _wrap(UnifiedRadixCache, "load_back", _loading_one_window)
-    _wrap(HybridCacheController, "_sync_prefetch_hit_query", _agreeing)
-    _wrap(HybridCacheController, "allocate_storage_hit", _cutting)
+    wrap_once(UnifiedRadixCache, "checkpoint_into_tree", _keeping_alive)
+    wrap_once(UnifiedRadixCache, "load_back", _loading_one_window)
+    wrap_once(HybridCacheController, "_sync_prefetch_hit_query", _agreeing)
+    wrap_once(HybridCacheController, "allocate_storage_hit", _cutting)
 
 
 def install_host_share(swa_share: float) -> None:
@@ -55,15 +54,7 @@ def install_host_share(swa_share: float) -> None:
     Args:
         swa_share: 0 < x < 1.
     """
-    _wrap(assembler, "build_hybrid_swa_group", _sharing(swa_share))
-
-
-def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    stock = getattr(owner, name)
-    if not getattr(stock, _MARK, False):
-        wrapper = functools.wraps(stock)(make(stock))
-        setattr(wrapper, _MARK, True)
-        setattr(owner, name, wrapper)
+    wrap_once(assembler, "build_hybrid_swa_group", _sharing(swa_share))
 
 
 def _keeping_alive(stock: Any) -> Any:

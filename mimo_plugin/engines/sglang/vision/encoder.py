@@ -9,7 +9,6 @@ videos loads them itself, so what SGLang would load for it before is left out.
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ from sglang.srt.managers.schedule_batch import Modality
 from sglang.srt.models.mimo_v2 import MiMoV2ForCausalLM
 from sglang.srt.multimodal.encoder_preprocessing import EncoderMediaProcessorConfig
 
-_MARK = "mimo_plugin_wrapper"
+from mimo_plugin.engines.wrapping import wrap_once
 
 
 def leave_the_event_loop() -> None:
@@ -26,11 +25,7 @@ def leave_the_event_loop() -> None:
     MiMoV2ForCausalLM.encoder_media_processor_config = EncoderMediaProcessorConfig(
         preprocess_off_event_loop=True
     )
-    stock = EncoderPreprocessor._process_video_items
-    if not getattr(stock, _MARK, False):
-        wrapper = functools.wraps(stock)(_wrap_videos(stock))
-        setattr(wrapper, _MARK, True)
-        EncoderPreprocessor._process_video_items = wrapper
+    wrap_once(EncoderPreprocessor, "_process_video_items", _wrap_videos)
 
 
 def _wrap_videos(stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,25 +11,19 @@ two, the scheduler's process included, works as it is.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.disaggregation.encoder.receiver import MMReceiverBase, MMReceiverHTTP
 
 from mimo_plugin.core.item_routing import Routes, item_key, route
-
-_MARK = "mimo_plugin_wrapper"
+from mimo_plugin.engines.wrapping import wrap_once
 
 
 def install_routing() -> None:
     """Route items in this process; a second call changes nothing."""
-    for name, wrap in (("_send_encode_request", _wrap_send), ("recv_mm_data", _wrap_receive)):
-        stock = MMReceiverBase.__dict__[name]
-        if not getattr(stock, _MARK, False):
-            wrapper = functools.wraps(stock)(wrap(stock))
-            setattr(wrapper, _MARK, True)
-            setattr(MMReceiverBase, name, wrapper)
+    wrap_once(MMReceiverBase, "_send_encode_request", _wrap_send)
+    wrap_once(MMReceiverBase, "recv_mm_data", _wrap_receive)
 
 
 def _wrap_send(stock: Callable[..., Any]) -> Callable[..., Any]:
