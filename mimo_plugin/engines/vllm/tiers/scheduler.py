@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass, field
 from functools import partial
 from math import lcm
+from types import SimpleNamespace
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
@@ -112,6 +113,7 @@ class TieredScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         scheduler.device_blocks = None
         scheduler._requests = {}
         scheduler._storing = None
+        scheduler._early_jobs = {}
         adopted: TieredScheduler = scheduler
         return adopted
 
@@ -123,6 +125,7 @@ class TieredScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
     device_blocks: DeviceBlocks | None
     _requests: dict[str, _Request]
     _storing: Any
+    _early_jobs: dict[int, Any]
 
     def bind(self, kv_cache_manager: Any) -> None:
         """The device's cache is known: what it still has is not loaded."""
@@ -390,11 +393,30 @@ class TieredScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
 
     # -- the end -------------------------------------------------------------------------------
 
+    def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+        """As upstream, and offer the end of the turn before the request's blocks are free.
+
+        In the step after, when vLLM offers it, new requests may have been given its blocks: those
+        without a hash go first. A transfer that is registered by now is waited for in that case.
+        """
+        result: tuple[bool, dict[str, Any] | None] = super().request_finished(request)
+        if request.request_id in self._req_status and request.request_id in self._requests:
+            ended = SimpleNamespace(num_scheduled_tokens={}, finished_req_ids=[request.request_id])
+            self._early_jobs.update(self._build_store_jobs(ended))
+        return result
+
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """As upstream; requests that vLLM's half has let go of are let go of here."""
         meta = super().build_connector_meta(scheduler_output)
+        meta.store_jobs.update(self._early_jobs)
+        self._early_jobs = {}
         for request_id in scheduler_output.finished_req_ids or ():
             self._requests.pop(request_id, None)
             if self.device_blocks is not None:
                 self.device_blocks.plan(request_id, None)
         return meta
+
+    def reset_cache(self) -> None:
+        """As upstream."""
+        super().reset_cache()
+        self._early_jobs = {}

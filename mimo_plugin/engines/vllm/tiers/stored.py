@@ -38,9 +38,9 @@ class WaitingGroupState(RequestGroupState):  # type: ignore[misc]
 
     @next_stored_chunk_idx.setter
     def next_stored_chunk_idx(self, chunks: int) -> None:
-        self.seen_chunks = chunks
         if not chunks:  # all tiers were emptied: from the beginning
-            self._next = 0
+            self._next = self.seen_chunks = 0
+        self.seen_chunks = max(self.seen_chunks, chunks)
         waiting = 0 if self.ended else self.waiting_chunks
         self._next = max(self._next, chunks - waiting)
 
