@@ -14,8 +14,10 @@ of all blocks of the chunk. The worker knows its tensors, the scheduler derives 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from vllm.v1.kv_cache_interface import (
@@ -43,21 +45,44 @@ class RowLayout:
         parts: for each group, by its position among those that are offloaded: ranges of bytes,
             ascending, with gaps between them.
         kinds: of the groups' layers: ``full``, ``swa`` or ``draft``.
+        group_ids: of these groups among all, as vLLM counts them.
     """
 
     row_bytes: int
     parts: tuple[tuple[Range, ...], ...]
     kinds: tuple[str, ...]
+    group_ids: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        assert len(self.parts) == len(self.kinds)
+        assert len(self.parts) == len(self.kinds) == len(self.group_ids)
         for ranges in self.parts:
             ends = [0, *(byte for part in ranges for byte in part), self.row_bytes]
             assert ends == sorted(ends), f"ranges {ranges} in a row of {self.row_bytes} bytes"
 
     def group_bytes(self, group: int) -> int:
         """Bytes of a row that a group fills."""
-        return sum(end - start for start, end in self.parts[group])
+        return self._sizes[group]
+
+    def position(self, group_id: int) -> int:
+        """Of a group, among those that are offloaded."""
+        return self._positions[group_id]
+
+    def bytes_by_kind(self, group_ids: Iterable[int]) -> dict[str, int]:
+        """Bytes that rows of these groups hold, by kind of their layers."""
+        found: dict[str, int] = {}
+        for group_id, rows in Counter(group_ids).items():
+            group = self.position(group_id)
+            kind = self.kinds[group]
+            found[kind] = found.get(kind, 0) + rows * self.group_bytes(group)
+        return found
+
+    @cached_property
+    def _sizes(self) -> tuple[int, ...]:
+        return tuple(sum(end - start for start, end in ranges) for ranges in self.parts)
+
+    @cached_property
+    def _positions(self) -> dict[int, int]:
+        return {group_id: index for index, group_id in enumerate(self.group_ids)}
 
 
 def row_layout(
@@ -85,7 +110,12 @@ def row_layout(
     area = _area(kv_cache_config, groups, worker_row_bytes)
     if area is None:
         whole = ((0, world_size * worker_row_bytes),)
-        return RowLayout(row_bytes=row_bytes, parts=(whole,) * len(groups), kinds=kinds)
+        return RowLayout(
+            row_bytes=row_bytes,
+            parts=(whole,) * len(groups),
+            kinds=kinds,
+            group_ids=tuple(group_ids),
+        )
     parts = tuple(
         merged(
             (rank * worker_row_bytes + start, rank * worker_row_bytes + end)
@@ -94,7 +124,7 @@ def row_layout(
         )
         for ranges in area
     )
-    return RowLayout(row_bytes=row_bytes, parts=parts, kinds=kinds)
+    return RowLayout(row_bytes=row_bytes, parts=parts, kinds=kinds, group_ids=tuple(group_ids))
 
 
 def check_refs(
