@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hybrid KV cache manager with SWA retention, and the SWA-safe prefix matcher, for vLLM."""
+"""The feature ``tiers`` on vLLM: host memory and stores below the device's KV cache."""
