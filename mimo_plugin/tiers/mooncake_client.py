@@ -283,7 +283,7 @@ def reach(settings: MooncakeSettings) -> str:
             return str(connection.getsockname()[0])
     except OSError as error:
         raise MooncakeUnavailable(
-            f"no mooncake_master at {settings.master} ({one_line(error)}); fix: start one there"
+            f"no mooncake_master at {settings.master} ({one_line(error)}); fix: start one there, or correct the address"
         ) from error
 
 

@@ -72,7 +72,8 @@ def parse_mooncake(setting: str, url: str) -> MooncakeSettings:
         ConfigError: what is wrong with it.
     """
     try:
-        parts = urlsplit(url if "://" in url else f"mooncake://{url}")
+        bare = "://" not in url.partition("?")[0]
+        parts = urlsplit(f"mooncake://{url}" if bare else url)
         host, port = parts.hostname, parts.port
     except ValueError as error:
         raise setting_error(setting, url, _FORM, f"write it like that ({error})") from error

@@ -47,7 +47,7 @@ class Program:
 
     def __init__(self, path, **options):
         self.command = [str(path), *(f"--{name}={value}" for name, value in options.items())]
-        self.log = tempfile.TemporaryFile()
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the cluster
         self.process = None
 
     def start(self):
