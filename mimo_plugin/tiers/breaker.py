@@ -146,6 +146,11 @@ class Breaker:
 
         return self._in_steps(self._by_size(pages), step, len(keys), lost="dropped")
 
+    def share(self, memory: memoryview, file: int) -> bool:
+        """Have pages in this memory moved in place, where the store can; see ``tiers/open.py``."""
+        share = getattr(self._store, "share", None)
+        return bool(self._bounded and share and share(memory, file))
+
     def stats(self) -> StoreStats:
         """The store's counters, and what was lost by its failures."""
         found = self._store.stats()

@@ -6,11 +6,13 @@ master takes one and a half minutes, and a transfer that failed may still write 
 it was given. So it runs in a process beside the engine's, and whatever is late or goes wrong ends
 that process; the next call starts another. The two share memory, in lanes: one for each call that
 is on its way. It is registered with the library, which reads and writes it in place, and it goes
-with the process, so nothing that comes late is ever read.
+with the process, so nothing that comes late is ever read. Memory of the engine that is a mapping of
+a file can be shared, too; a call that has failed then returns when the process is gone.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import queue
@@ -22,6 +24,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,6 +33,8 @@ from typing import IO, Any
 from mimo_plugin.errors import MimoError, one_line
 from mimo_plugin.tiers import mooncake_worker as worker
 from mimo_plugin.tiers.mooncake_url import MooncakeSettings
+from mimo_plugin.tiers.mooncake_worker import Piece
+from mimo_plugin.tiers.store import Parts
 
 LANES = 4
 START_S = 60.0
@@ -47,6 +52,21 @@ class MooncakeUnavailable(MimoError):
     """The client library is missing, or the store does not answer; one line that says so."""
 
 
+@dataclass(frozen=True)
+class Shared:
+    """Memory of the engine that the library's process may read and write.
+
+    Attributes:
+        file: number of the file that it is a mapping of, from its start.
+        start: its address.
+        size: bytes.
+    """
+
+    file: int
+    start: int
+    size: int
+
+
 class Lane:
     """A part of the shared memory, and what the library is asked with.
 
@@ -60,11 +80,19 @@ class Lane:
         self._start = start
         self._line: Connection[Any, Any] = line
 
+    def piece(self, offset: int, size: int) -> Piece:
+        """So many bytes of its memory from there on."""
+        return 0, self._start + offset, size
+
+    def in_place(self, page: Parts) -> list[Piece] | None:
+        """A page in memory of the engine's that is shared; None where it lies elsewhere."""
+        return self._session.in_place(page)
+
     def ask(
         self,
         what: str,
         keys: Sequence[str],
-        places: Sequence[tuple[int, int]],
+        values: Sequence[Sequence[Piece]],
         end_s: float,
     ) -> list[int]:
         """Mooncake's codes for each key.
@@ -72,28 +100,30 @@ class Lane:
         Args:
             what: one of ``exist``, ``put``, ``get``, ``remove``.
             keys: at least one.
-            places: offset in the lane and size of each value, bytes; none where no value moves.
+            values: where they are or go to; none where no value moves.
             end_s: when to give up, monotonic seconds.
 
         Raises:
             MooncakeUnavailable: no answer; the process has ended.
         """
-        offsets = [self._start + offset for offset, _ in places]
         try:
-            self._line.send((what, list(keys), offsets, [size for _, size in places]))
+            self._line.send((what, list(keys), [list(value) for value in values]))
             if not self._line.poll(max(0.0, end_s - time.monotonic())):
                 raise MooncakeUnavailable("no answer in time")
             answer = self._line.recv()
+            if isinstance(answer, str):
+                raise MooncakeUnavailable(one_line(answer))
         except (EOFError, OSError) as error:
-            self._session.end()
+            self.end()
             raise MooncakeUnavailable("its process ended") from error
         except BaseException:
-            self._session.end()
+            self.end()
             raise
-        if isinstance(answer, str):
-            self._session.end()
-            raise MooncakeUnavailable(one_line(answer))
         return list(answer)
+
+    def end(self) -> None:
+        """End the session, as what the library does can't be relied on."""
+        self._session.end()
 
 
 class Session:
@@ -102,13 +132,17 @@ class Session:
     Args:
         wanted: arguments of the library's set-up; none: only to see that it can be loaded.
         buffer_bytes: of all lanes, a multiple of their number.
+        shared: memory of the engine that values are moved from and to in place.
 
     Raises:
         MooncakeUnavailable: the library can't be loaded, or does not connect.
     """
 
-    def __init__(self, wanted: Sequence[object], buffer_bytes: int) -> None:
+    def __init__(
+        self, wanted: Sequence[object], buffer_bytes: int, shared: Sequence[Shared] = ()
+    ) -> None:
         self.lanes: queue.LifoQueue[Lane] = queue.LifoQueue()
+        self._shared = tuple(shared)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the session
         self._over = threading.Event()
         file = os.memfd_create("mimo-mooncake")
@@ -116,9 +150,10 @@ class Session:
         pipes = [Pipe() for _ in range(LANES)]
         try:
             os.ftruncate(file, buffer_bytes)
-            files = [file, theirs.fileno(), *(pipe[1].fileno() for pipe in pipes)]
-            self._process = _spawn(files, self._log)
+            files = [file, *(each.file for each in shared)]
+            lines = [pipe[1].fileno() for pipe in pipes]
             memory = memoryview(mmap.mmap(file, buffer_bytes))
+            self._process = _spawn(theirs.fileno(), [*files, *lines], self._log)
         finally:
             os.close(file)
             for line in (theirs, *(pipe[1] for pipe in pipes)):
@@ -128,7 +163,7 @@ class Session:
             start = index * size
             self.lanes.put(Lane(self, memory[start : start + size], start, ours))
         try:
-            self._connect(wanted)
+            self._connect((tuple(wanted), files, lines))
         except BaseException:
             self.end()
             raise
@@ -139,17 +174,35 @@ class Session:
         return self._over.is_set()
 
     def end(self) -> None:
-        """End the process; a second call does nothing. From then on nothing moves."""
+        """End the process; from then on nothing moves."""
         self._over.set()
         self._process.kill()
+        # The engine may use its own memory for something else once this returns.
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_S)
+            self._process.wait(None if self._shared else _END_S)
         self._control.close()
         self._log.close()
 
-    def _connect(self, wanted: Sequence[object]) -> None:
+    def in_place(self, page: Parts) -> list[Piece] | None:
+        """See ``Lane``."""
+        pieces: list[Piece] = []
+        for part in page:
+            if not part.nbytes:
+                continue
+            if not self._shared or part.readonly or not part.contiguous:
+                return None
+            at = _address_of(part)
+            for index, each in enumerate(self._shared, 1):
+                if each.start <= at and at + part.nbytes <= each.start + each.size:
+                    pieces.append((index, at - each.start, part.nbytes))
+                    break
+            else:
+                return None
+        return pieces
+
+    def _connect(self, wanted: tuple[object, ...]) -> None:
         try:
-            self._control.send(tuple(wanted))
+            self._control.send(wanted)
             if not self._control.poll(START_S):
                 raise MooncakeUnavailable(f"the client has not started in {START_S:g} s")
             state, what = self._control.recv()
@@ -185,6 +238,19 @@ class Client:
         self._session: Session | None = None
         self._starting = self._closed = False
         self._problem = ""
+        self._shared: list[Shared] = []
+
+    def share(self, memory: memoryview, file: int) -> None:
+        """Move what lies in this memory in place, from the next session on.
+
+        Args:
+            memory: a writable mapping of a file, from its start, until this is closed.
+            file: its number; it may be closed after the call.
+        """
+        shared = Shared(os.dup(file), _address_of(memory), memory.nbytes)
+        with self._changed:
+            self._shared.append(shared)
+        self.fail()
 
     @contextmanager
     def lane(self, end_s: float) -> Iterator[Lane]:
@@ -235,7 +301,10 @@ class Client:
         """End for good."""
         with self._changed:
             self._closed = True
+            shared, self._shared = self._shared, []
         self.fail()
+        for each in shared:
+            os.close(each.file)
 
     def _ready(self) -> Session | None:
         session = self._session
@@ -244,7 +313,8 @@ class Client:
     def _start(self) -> None:
         session, problem = None, ""
         try:
-            session = Session(self._wanted(), self.settings.buffer_mib << 20)
+            buffer_bytes = self.settings.buffer_mib << 20
+            session = Session(self._wanted(), buffer_bytes, self._shared)
         except MooncakeUnavailable as error:
             problem = str(error)
         except Exception as error:  # no memory, no more processes or files
@@ -283,7 +353,8 @@ def reach(settings: MooncakeSettings) -> str:
             return str(connection.getsockname()[0])
     except OSError as error:
         raise MooncakeUnavailable(
-            f"no mooncake_master at {settings.master} ({one_line(error)}); fix: start one there, or correct the address"
+            f"no mooncake_master at {settings.master} ({one_line(error)}); "
+            "fix: start one there, or correct the address"
         ) from error
 
 
@@ -296,7 +367,11 @@ def require_library() -> None:
     Session((), LANES * mmap.PAGESIZE).end()
 
 
-def _spawn(files: Sequence[int], log: IO[bytes]) -> subprocess.Popen[bytes]:
+def _address_of(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def _spawn(control: int, files: Sequence[int], log: IO[bytes]) -> subprocess.Popen[bytes]:
     """The worker's process, which has these files open, and writes there until it has started."""
     root = str(Path(__file__).parent.parent.parent)
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
@@ -304,12 +379,12 @@ def _spawn(files: Sequence[int], log: IO[bytes]) -> subprocess.Popen[bytes]:
     loud = _LEVEL in os.environ
     quiet = {} if loud else {_LEVEL: "2", "MC_LOG_LEVEL": "ERROR"}
     return subprocess.Popen(
-        [sys.executable, "-m", worker.__name__, str(int(loud)), *map(str, files)],
+        [sys.executable, "-m", worker.__name__, str(int(loud)), str(control)],
         env={**os.environ, **quiet, "PYTHONPATH": path},
         stdin=subprocess.DEVNULL,
         stdout=None if loud else log,
         stderr=None if loud else log,
-        pass_fds=files,
+        pass_fds=(control, *files),
         # What a terminal sends to the engine is for the engine to handle.
         start_new_session=True,
     )

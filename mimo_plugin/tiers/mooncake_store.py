@@ -10,7 +10,8 @@ A page goes through memory that is shared with the library's process and registe
 copied once, between the engine's memory and that one, and never by the library. The copy is what
 lets a call be given up: a transfer that comes late finds the memory of a process that has ended,
 not the engine's. Each call ends in time by itself, so ``tiers/breaker.py`` needs no copies of its
-own.
+own. Pages in memory that the engine shares (``share``) are not copied at all; there a call that is
+given up ends the process before it returns.
 
 The store raises where Mooncake fails: it is for use through ``tiers/breaker.py``.
 """
@@ -21,7 +22,8 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import NoReturn
 from urllib.parse import quote
 
 from mimo_plugin.errors import setting_error
@@ -38,11 +40,13 @@ from mimo_plugin.tiers.mooncake_client import (
     LANES,
     START_S,
     Client,
+    Lane,
     MooncakeUnavailable,
     reach,
     require_library,
 )
 from mimo_plugin.tiers.mooncake_url import MooncakeSettings, parse_mooncake
+from mimo_plugin.tiers.mooncake_worker import Piece
 from mimo_plugin.tiers.ring import RingStore
 from mimo_plugin.tiers.store import PageStore, Parts, StoreStats
 
@@ -58,6 +62,25 @@ _NOT_THERE = frozenset((-703, -704, -707))
 """Codes of pages that are not to be had: being written, absent, or gone while it was read."""
 _NO_ROOM = frozenset((-200, -703, -714, -1700))
 """Codes of pages that are not taken: memory is short, others write them, or a quota."""
+
+
+@dataclass(frozen=True)
+class _Value:
+    """Where a page with its header is, for one call.
+
+    Attributes:
+        start: in the lane, bytes.
+        own: of the lane, bytes.
+        size: bytes.
+        pieces: of which it consists.
+        copied: all of it lies in the lane, else the page in the engine's memory.
+    """
+
+    start: int
+    own: int
+    size: int
+    pieces: tuple[Piece, ...]
+    copied: bool
 
 
 class MooncakeStore:
@@ -99,23 +122,22 @@ class MooncakeStore:
     def get(self, keys: Sequence[str], pages: Sequence[Parts]) -> list[bool]:
         """Read pages; the memory of one that is missed stays as it was."""
         end_s = time.monotonic() + self._timeout_s
-        names, found = [_name(key) for key in keys], [False] * len(keys)
+        found = [False] * len(keys)
         damaged: list[str] = []
-        for batch, places in self._batches(pages, range(len(pages))):
-            with self._client.lane(end_s) as lane:
-                codes = lane.ask("get", [names[index] for index in batch], places, end_s)
-                for index, code, (start, size) in zip(batch, codes, places, strict=True):
-                    if code >= 0:
-                        value = lane.memory[start : start + size]
-                        found[index] = code == size and self._unpack(value, pages[index])
-                        if not found[index]:
-                            damaged.append(names[index])
-                    elif code not in _NOT_THERE:
-                        self._fail(f"get ended with {code}")
+        for lane, batch, values in self._batches(pages, range(len(pages)), end_s):
+            names = [_name(keys[index]) for index in batch]
+            codes = lane.ask("get", names, [value.pieces for value in values], end_s)
+            for index, name, code, value in zip(batch, names, codes, values, strict=True):
+                if code >= 0:
+                    found[index] = code == value.size and self._unpack(lane, value, pages[index])
+                    if not found[index]:
+                        damaged.append(name)
+                elif code not in _NOT_THERE:
+                    _fail(lane, f"get ended with {code}")
         self._count("got", sum(found))
         self._count("missed", len(keys) - sum(found) - len(damaged))
+        self._count("damaged", len(damaged))
         if damaged:
-            self._count("damaged", len(damaged))
             with self._client.lane(end_s) as lane:
                 lane.ask("remove", damaged, (), end_s)
         return found
@@ -125,20 +147,32 @@ class MooncakeStore:
         end_s = time.monotonic() + self._timeout_s
         done = self._touch(keys, end_s)
         absent = [index for index, there in enumerate(done) if not there]
-        for batch, places in self._batches(pages, absent):
-            with self._client.lane(end_s) as lane:
-                for index, (start, _) in zip(batch, places, strict=True):
-                    _pack(lane.memory, start, pages[index])
-                names = [_name(keys[index]) for index in batch]
-                codes = lane.ask("put", names, places, end_s)
+        for lane, batch, values in self._batches(pages, absent, end_s):
+            for index, value in zip(batch, values, strict=True):
+                _pack(lane.memory, value, pages[index])
+            names = [_name(keys[index]) for index in batch]
+            codes = lane.ask("put", names, [value.pieces for value in values], end_s)
             for index, code in zip(batch, codes, strict=True):
                 done[index] = code in (_STORED, _ALREADY_THERE)
                 if not done[index] and code not in _NO_ROOM:
-                    self._fail(f"put ended with {code}")
+                    _fail(lane, f"put ended with {code}")
         written = sum(done[index] for index in absent)
         self._count("put", written)
         self._count("dropped", len(absent) - written)
         return done
+
+    def share(self, memory: memoryview, file: int) -> bool:
+        """Have pages that lie in this memory moved in place: the library reads and writes it.
+
+        The memory of a page that is missed may then have been written to. A call that fails returns
+        when the library's process has gone, however long that takes.
+
+        Args:
+            memory: a writable mapping of a file, from its start, until this store is closed.
+            file: its number; it may be closed after the call.
+        """
+        self._client.share(memory, file)
+        return True
 
     def stats(self) -> StoreStats:
         """Counters of this process; what the store holds is not asked for."""
@@ -160,44 +194,45 @@ class MooncakeStore:
             return []
         with self._client.lane(end_s) as lane:
             codes = lane.ask("exist", [_name(key) for key in keys], (), end_s)
-        bad = [code for code in codes if code < 0]
-        if bad:
-            self._fail(f"batch_is_exist ended with {bad[0]}")
+            bad = [code for code in codes if code < 0]
+            if bad:
+                _fail(lane, f"batch_is_exist ended with {bad[0]}")
         return [code == 1 for code in codes]
 
     def _batches(
-        self, pages: Sequence[Parts], wanted: Sequence[int]
-    ) -> Iterator[tuple[list[int], list[tuple[int, int]]]]:
-        """Pages that fit into a lane together, by index, with offset and size of each there."""
-        batch: list[int] = []
-        places: list[tuple[int, int]] = []
-        used = 0
-        for index in wanted:
-            size = HEADER_BYTES + size_of(pages[index])
-            if size > self._client.lane_bytes:
-                self._say_large(size)
-                continue
-            if used + size > self._client.lane_bytes:
-                yield batch, places
-                batch, places, used = [], [], 0
-            batch.append(index)
-            places.append((used, size))
-            used += -(-size // _ALIGN) * _ALIGN
-        if batch:
-            yield batch, places
+        self, pages: Sequence[Parts], wanted: Sequence[int], end_s: float
+    ) -> Iterator[tuple[Lane, list[int], list[_Value]]]:
+        """Pages that one call can move, by index; the lane is theirs until more are asked for."""
+        at = 0
+        while at < len(wanted):
+            with self._client.lane(end_s) as lane:
+                batch: list[int] = []
+                values: list[_Value] = []
+                used = 0
+                while at < len(wanted):
+                    value = _value(lane, used, pages[wanted[at]])
+                    if used + value.own > len(lane.memory):
+                        if used:
+                            break
+                        self._say_large(value.size)
+                    else:
+                        batch.append(wanted[at])
+                        values.append(value)
+                        used += -(-value.own // _ALIGN) * _ALIGN
+                    at += 1
+                if batch:
+                    yield lane, batch, values
 
-    def _unpack(self, value: memoryview, page: Parts) -> bool:
-        body = value[HEADER_BYTES:]
-        checksum = checksum_in(bytes(value[:HEADER_BYTES]), body.nbytes)
-        if checksum is None or (self._verify and checksum_of([body]) != checksum):
+    def _unpack(self, lane: Lane, value: _Value, page: Parts) -> bool:
+        """Is it what was written? If so, it lies in the page from now on."""
+        whole = lane.memory[value.start : value.start + value.own]
+        checksum = checksum_in(bytes(whole[:HEADER_BYTES]), value.size - HEADER_BYTES)
+        body = [whole[HEADER_BYTES:]] if value.copied else page
+        if checksum is None or (self._verify and checksum_of(body) != checksum):
             return False
-        scatter(body, page)
+        if value.copied:
+            scatter(body[0], page)
         return True
-
-    def _fail(self, problem: str) -> None:
-        """What is still on its way may end late, so the library's process goes."""
-        self._client.fail()
-        raise MooncakeUnavailable(problem)
 
     def _count(self, name: str, number: int) -> None:
         with self._lock:
@@ -285,9 +320,23 @@ def _name(key: str) -> str:
     return _PREFIX + quote(key, safe="/:", errors="surrogatepass")
 
 
-def _pack(memory: memoryview, start: int, page: Parts) -> None:
-    """A page behind its header."""
-    for part in (memoryview(header_of(page)), *page):
+def _fail(lane: Lane, problem: str) -> NoReturn:
+    """What is still on its way may end late, so the library's process goes."""
+    lane.end()
+    raise MooncakeUnavailable(problem)
+
+
+def _value(lane: Lane, start: int, page: Parts) -> _Value:
+    size = HEADER_BYTES + size_of(page)
+    there = lane.in_place(page)
+    own = size if there is None else HEADER_BYTES
+    return _Value(start, own, size, (lane.piece(start, own), *(there or ())), there is None)
+
+
+def _pack(memory: memoryview, value: _Value, page: Parts) -> None:
+    """The header of a page, and where it is copied the page behind it."""
+    start = value.start
+    for part in (memoryview(header_of(page)), *(page if value.copied else ())):
         if part.nbytes:
             memory[start : start + part.nbytes] = part.cast("B")
         start += part.nbytes

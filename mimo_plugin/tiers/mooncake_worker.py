@@ -2,8 +2,9 @@
 """The process in which Mooncake's client library runs, beside an engine's.
 
 It is started by ``tiers/mooncake_client.py``. Its arguments are whether what the library says
-after the start is wanted, and the numbers of open files: the memory that pages go through, a
-connection for control, and one for each lane. It ends when its control connection does.
+after the start is wanted, and the number of an open connection. There it is told what to set the
+library up with, the files of memory that it shares, and those of a connection for each lane. It
+ends when that connection does.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
+Piece = tuple[int, int, int]
+"""Index of a file of memory, offset there and size, bytes."""
 READY = "ready"
 LIBRARY = "library"
 FAILED = "failed"
-_WRONG_SIZE = -600
+_WRONG_SIZE = (-600, -800)
 _LOOK_S = 1.0
 
 
@@ -31,10 +34,9 @@ def main(arguments: list[str]) -> None:
         arguments: see the module.
     """
     engine = os.getppid()
-    loud, memory_file, control_file, *lane_files = map(int, arguments)
-    control: Connection[Any, Any] = Connection(control_file)
-    wanted = control.recv()
-    memory = mmap.mmap(memory_file, 0)
+    loud, file = map(int, arguments)
+    control: Connection[Any, Any] = Connection(file)
+    wanted, memory_files, lane_files = control.recv()
     try:
         from mooncake.store import MooncakeDistributedStore
     except (ImportError, OSError) as error:
@@ -48,14 +50,16 @@ def main(arguments: list[str]) -> None:
     if code:
         control.send((FAILED, f"setup ended with {code}"))
         return
-    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    code = store.register_buffer(start, len(memory))
-    if code:
-        control.send((FAILED, f"register_buffer of {len(memory)} bytes ended with {code}"))
-        return
+    memories = [mmap.mmap(file, 0) for file in memory_files]
+    starts = [ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in memories]
+    for start, memory in zip(starts, memories, strict=True):
+        code = store.register_buffer(start, len(memory))
+        if code:
+            control.send((FAILED, f"register_buffer of {len(memory)} bytes ended with {code}"))
+            return
     for file in lane_files:
         lane: Connection[Any, Any] = Connection(file)
-        threading.Thread(target=_serve, args=(store, lane, start), daemon=True).start()
+        threading.Thread(target=_serve, args=(store, lane, starts), daemon=True).start()
     threading.Thread(target=_watch, args=(engine,), daemon=True).start()
     control.send((READY, ""))
     if not loud:
@@ -78,15 +82,15 @@ def _watch(engine: int) -> None:
     os._exit(0)
 
 
-def _serve(store: Any, lane: Connection[Any, Any], start: int) -> None:
-    """Answer the questions of a lane: (what, keys, offsets in memory, sizes in bytes)."""
+def _serve(store: Any, lane: Connection[Any, Any], starts: list[int]) -> None:
+    """Answer the questions of a lane: what, keys, and the pieces of each value."""
     while True:
         try:
             question = lane.recv()
         except (EOFError, OSError):
             return
         try:
-            answer: object = _answer(store, start, *question)
+            answer: object = _answer(store, starts, *question)
         except Exception as error:
             answer = repr(error)
         try:
@@ -96,22 +100,29 @@ def _serve(store: Any, lane: Connection[Any, Any], start: int) -> None:
 
 
 def _answer(
-    store: Any, start: int, what: str, keys: list[str], offsets: list[int], sizes: list[int]
+    store: Any, starts: list[int], what: str, keys: list[str], values: list[list[Piece]]
 ) -> list[int]:
     """Mooncake's own codes, one for each key."""
     if what == "exist":
         return list(store.batch_is_exist(keys))
     if what == "remove":
         return [store.remove(key, True) for key in keys]
-    places = [start + offset for offset in offsets]
-    if what == "put":
-        return list(store.batch_put_from(keys, places, sizes))
-    codes = list(store.batch_get_into(keys, places, sizes))
-    for index, code in enumerate(codes):
-        # It is said of a value that is longer than its place, and of other things.
-        if code == _WRONG_SIZE:
-            size = store.get_size(keys[index])
-            codes[index] = size if size > sizes[index] else code
+    places = [[starts[file] + offset for file, offset, _ in value] for value in values]
+    sizes = [[size for _, _, size in value] for value in values]
+    if all(len(value) == 1 for value in values):
+        whole = [place for [place] in places], [size for [size] in sizes]
+        call = store.batch_put_from if what == "put" else store.batch_get_into
+        codes = list(call(keys, *whole))
+    elif what == "put":
+        codes = list(store.batch_put_from_multi_buffers(keys, places, sizes))
+    else:
+        codes = list(store.batch_get_into_multi_buffers(keys, places, sizes))
+    if what == "get":
+        for index, code in enumerate(codes):
+            # It is said of a value of another size than its place, and of other things.
+            if code in _WRONG_SIZE:
+                size = store.get_size(keys[index])
+                codes[index] = size if size >= 0 and size != sum(sizes[index]) else code
     return codes
 
 

@@ -63,6 +63,21 @@ def require_store(config: TiersConfig, *, where: str = SECTION) -> None:
             prepare(Path(folder))
 
 
+def share_memory(store: PageStore, memory: memoryview, file: int) -> bool:
+    """Have pages that lie in this memory moved in place, where the store can do so safely.
+
+    Args:
+        store: any.
+        memory: a writable mapping of a file, from its start, until the store is closed.
+        file: its number; it may be closed after the call.
+
+    Returns:
+        Whether it can; without that, pages are copied, and all works the same.
+    """
+    share = getattr(store, "share", None)
+    return bool(share is not None and share(memory, file))
+
+
 def _bytes(capacity_gib: float | tuple[float, ...] | None) -> list[int]:
     given = capacity_gib if isinstance(capacity_gib, tuple) else (capacity_gib or 0.0,)
     return [max(1, int(gib * (1 << 30))) for gib in given]

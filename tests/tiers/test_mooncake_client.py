@@ -62,7 +62,7 @@ class MooncakeDistributedStore:
         return codes
 
     def get_size(self, key):
-        return len(self.held.get(key, b""))
+        return len(self.held[key]) if key in self.held else -704
 
     def remove(self, key, force=False):
         return 0 if self.held.pop(key, None) is not None else -704
@@ -138,7 +138,7 @@ def test_what_it_is_set_up_with(library, make, tmp_path):
     [
         (
             "\nraise ImportError('libibverbs.so.1: no such file')",
-            "no client library (libibverbs.so.1: no such file); fix: pip install 'mimo-plugin[moonc",
+            "no client library (libibverbs.so.1: no such file); fix: pip install 'mimo-pl",
         ),
         (
             method("setup", "print('no such device mlx5_9', file=sys.stderr)", "return -1"),
