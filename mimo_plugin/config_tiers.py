@@ -21,8 +21,8 @@ from mimo_plugin.config_values import (
 from mimo_plugin.core.retention import CLASSES, TAIL
 from mimo_plugin.errors import setting_error
 
-FILE, REDIS = "file", "redis"
-STORES = (FILE, REDIS)
+FILE, REDIS, MOONCAKE = "file", "redis", "mooncake"
+STORES = (FILE, REDIS, MOONCAKE)
 """Kinds of stores."""
 
 VLLM_ONLY = (
@@ -44,8 +44,8 @@ class TiersConfig:
 
     Attributes:
         store: kind of the store below host memory, one of ``STORES``.
-        path: its folder, or the URL of its server; or several, each once, over which its pages are
-            spread; must be given.
+        path: its folder, or the URL of its server or master; or several, each once, over which its
+            pages are spread; must be given.
         capacity_gib: of all its pages, GiB, > 0; or of the pages in each of several folders. Where
             the feature is switched on, None is refused for files, and all else for servers.
         verify: what is read is checked against its checksum.
@@ -177,11 +177,16 @@ def require_place(where: str, config: TiersConfig) -> None:
             f"{where}.capacity_gib",
             config.capacity_gib,
             f"null with store {config.store!r}, whose server decides",
-            "leave it out, and set maxmemory there",
+            f"leave it out, and set {_ROOM[config.store]}",
         )
 
 
 _PLACES = {
     FILE: ("a folder", "/data/kv"),
     REDIS: ("the URL of a server", "redis://HOST:6379/0"),
+    MOONCAKE: ("the address of a master", "HOST:50051"),
+}
+_ROOM = {
+    REDIS: "maxmemory there",
+    MOONCAKE: "--global_segment_size of the mooncake_client processes that hold its memory",
 }

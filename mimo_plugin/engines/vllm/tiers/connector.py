@@ -11,10 +11,9 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
-from mimo_plugin.config import SECTION, section_of
+from mimo_plugin.config import section_of
 from mimo_plugin.config_tiers import TiersConfig
 from mimo_plugin.core.retention import BOUNDARY, Ladder, RetentionRule
 from mimo_plugin.core.window import GroupGeometry
@@ -22,7 +21,6 @@ from mimo_plugin.engines.vllm.kv.fit import why_groups_do_not_fit
 from mimo_plugin.engines.vllm.kv.settings import message_starts_of
 from mimo_plugin.engines.vllm.tiers.accounting import TierAccounting
 from mimo_plugin.engines.vllm.tiers.configure import settings_from
-from mimo_plugin.engines.vllm.tiers.layout import check_refs, row_layout
 from mimo_plugin.engines.vllm.tiers.scheduler import TieredScheduler, geometry_of
 from mimo_plugin.errors import FeatureUnavailable
 
