@@ -43,6 +43,11 @@ def touches(probe: Callable[..., Any], vllm_patched: Callable[[str], Path], tiny
 
 
 @pytest.fixture
+def speculating(probe: Callable[..., Any], vllm_patched: Callable[[str], Path], tiny: str) -> Any:
+    return probe("offload_engine.py", vllm_patched("0011"), tiny, "mtp")
+
+
+@pytest.fixture
 def loads(probe: Callable[..., Any], vllm_patched: Callable[[str], Path], tiny: str) -> Any:
     return probe("offload_engine.py", vllm_patched("0011"), tiny)
 
@@ -60,6 +65,20 @@ def test_a_hit_renews_its_files(touches: Any, tier: str) -> None:
 def test_a_hit_that_ends_inside_a_block_renews_the_block(touches: Any) -> None:
     assert touches["hit"]["host, all but a token"] == HIT_TOKENS - 1
     assert touches["renewed"]["host, all but a token"] == NEEDED
+
+
+def test_a_draft_models_group_needs_one_chunk_more(speculating: Any) -> None:
+    """It matches a chunk past the hit, and drops it: without that there is no such hit again."""
+    draft = speculating["eagle"].index(True)
+    assert sum(speculating["eagle"]) == 1
+    for tier in ANSWERED_BY:
+        assert speculating["hit"][tier] == 288
+        chunks = {group: [] for group in range(len(speculating["eagle"]))}
+        for group, chunk in speculating["renewed"][tier]:
+            chunks[group].append(chunk)
+        assert chunks.pop(0) == [0, 1, 2, 3, 4]
+        assert chunks.pop(draft) == [7, 8, 9]
+        assert all(found == [7, 8] for found in chunks.values()) and len(chunks) >= 3
 
 
 def test_files_are_renewed_now_and_then(touches: Any) -> None:
@@ -121,9 +140,10 @@ def test_windows_alone_are_loaded(touches: Any, loads: Any) -> None:
     assert after["bytes"] * 11 == before["bytes"] * 6
 
 
-def test_random_evictions_load_what_is_missing(loads: Any) -> None:
+@pytest.mark.parametrize("kind", ["loads", "speculating"])
+def test_random_evictions_load_what_is_missing(kind: str, request: pytest.FixtureRequest) -> None:
     """Block by block as counted by hand, with the tokens of a run without a cache."""
-    found = loads["histories"]
+    found = request.getfixturevalue(kind)["histories"]
     assert found["loads"] >= 20 and found["hits"] > 10_000 and found["tails"] >= 2
     assert found["wrong"] == found["tokens"] == found["shared_tails"] == found["lost_blocks"] == 0
 

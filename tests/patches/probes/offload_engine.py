@@ -2,8 +2,9 @@
 """Serve prompts with vLLM's tiers below: device, host memory, files; print as JSON.
 
 Arguments: directory of a tiny checkpoint (``tools.tiny_mimo``; one full-attention group and several
-of sliding windows), and ``mtp`` to speculate, which answers ``histories`` alone. Answers
+of sliding windows), and ``mtp`` to speculate, without ``order`` and ``loads``. Answers
 
+- ``eagle``: which groups hold a draft model's layers;
 - ``renewed``: files whose modification time a request renewed, as [group, chunk], by what answered
   it; ``hit`` the tokens of each; ``busy``: calls of ``touch`` while files are slow, how many
   of them ran, seconds of the slowest one, seconds of a shutdown then;
@@ -39,6 +40,7 @@ import offload_host
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.v1.core.kv_cache_utils import get_group_id, resolve_block_hashes
+from vllm.v1.kv_offload.tiering.fs import manager as fs
 
 LONG_AGO_S = 1_000_000_000
 OUTPUTS = 6
@@ -166,10 +168,12 @@ def file_cases(engine: Engine) -> tuple[dict[str, Any], dict[str, int]]:
     everything = set(range(len(engine.groups)))
     hot, warm, cool, split = (prompt(seed, 330) for seed in range(4))
     whole = prompt(5, 320)
-    for each in (hot, warm, cool, split[:130], split, whole):
+    # The second one keeps windows where it leaves the first one.
+    for each in (hot, warm, cool, split[:130], split, whole, whole + prompt(16, 40)):
         engine.serve(each)
     results["device"] = renewed(engine, hot + prompt(10, 40))
     results["device again"] = renewed(engine, hot + prompt(11, 40))
+    fs._TOUCH_INTERVAL_S = 0.0
     results["nothing"] = renewed(engine, prompt(12, 330))
     engine.evict(everything, 128)
     results["device and host"] = renewed(engine, split + prompt(13, 40))
@@ -370,9 +374,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         speculate = sys.argv[2:] == ["mtp"]
         engine = Engine(sys.argv[1], Path(folder), speculate)
-        result = {}
+        result: dict[str, Any] = {"eagle": [group.is_eagle_group for group in engine.groups]}
+        result["renewed"], result["hit"] = file_cases(engine)
         if not speculate:
-            result["renewed"], result["hit"] = file_cases(engine)
             result["order"] = host_order(engine)
             result["loads"] = windows_gone(engine)
         result["histories"] = histories(engine)
