@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from mimo_plugin.cli import _patch_state as source
+from mimo_plugin.cli._patch_queue import load_series
 from tools.server import EngineServer, free_port
 
 LMCACHE_VERSION = "0.5.6"
@@ -32,6 +35,20 @@ def lmcache_folder() -> Path | None:
         return Path(named).absolute()
     found = find_spec("lmcache")
     return Path(found.origin).parents[1] if found and found.origin else None
+
+
+def patched_lmcache(target: Path) -> Path:
+    """LMCache with the series of ``patches/lmcache`` on it, as links in ``target``."""
+    folder = lmcache_folder()
+    assert folder is not None
+    series = load_series("lmcache")
+    subprocess.run(["cp", "-as", str(folder / "lmcache"), str(target / "lmcache")], check=True)
+    for name in {name for patch in series for name in patch.files}:
+        (target / name).unlink()
+        (target / name).write_bytes((folder / name).read_bytes())
+    for patch in series:
+        assert source.git_apply(patch, target), patch.name
+    return target
 
 
 def python_path(*more: Path) -> dict[str, str]:
