@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from math import lcm
@@ -281,6 +282,9 @@ class TieredScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request has its blocks: keep its hit alive, and load what the device lacks."""
+        acquire = getattr(self, "_acquire_step", None)  # from vLLM 0.33 on
+        if acquire is not None:
+            acquire()
         status = self._req_status[request.request_id]
         ours = self._requests[request.request_id]
         hit, ours.hit = ours.hit, None
@@ -418,8 +422,17 @@ class TieredScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         result: tuple[bool, dict[str, Any] | None] = super().request_finished(request)
         if request.request_id in self._req_status and request.request_id in self._requests:
             ended = SimpleNamespace(num_scheduled_tokens={}, finished_req_ids=[request.request_id])
-            self._early_jobs.update(self._build_store_jobs(ended))
+            with self._manager_held():
+                self._early_jobs.update(self._build_store_jobs(ended))
         return result
+
+    def _manager_held(self) -> AbstractContextManager[None]:
+        """Between steps: what excludes vLLM's own threads from its manager, from 0.33 on."""
+        locked = getattr(self, "_manager_locked", None)
+        if locked is None or self._step_region is not None:
+            return nullcontext()
+        held: AbstractContextManager[None] = locked()
+        return held
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """As upstream; requests that vLLM's half has let go of are let go of here."""
@@ -433,6 +446,8 @@ class TieredScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         return meta
 
     def reset_cache(self) -> None:
-        """As upstream."""
-        super().reset_cache()
+        """As upstream; stores that no worker has heard of are forgotten, nothing waits for them."""
+        for job_id in self._early_jobs:
+            self._jobs.pop(job_id, None)
         self._early_jobs = {}
+        super().reset_cache()

@@ -44,9 +44,13 @@ class MimoTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
         """The manager, made at the first call."""
         if not isinstance(self._manager, MimoTieringManager):
             stock = super().get_manager()
+            stop_polling = getattr(stock, "_stop_tier_poll_thread", None)  # vLLM 0.33
+            if stop_polling is not None:
+                stop_polling()  # its tiers get another manager, with a lock of its own
             region = stock.primary_tier._mmap_region
+            one_file = len(getattr(region, "_segments", ((),))) == 1
             for tier in stock.secondary_tiers:
-                if isinstance(tier, StoreTier):
+                if isinstance(tier, StoreTier) and one_file:
                     tier.share_memory(region.fd)
             self._manager = MimoTieringManager(
                 primary_tier=stock.primary_tier,
