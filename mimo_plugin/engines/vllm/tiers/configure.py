@@ -24,7 +24,8 @@ from mimo_plugin.engines.vllm.tiers.names import (
 from mimo_plugin.errors import setting_error
 
 _STORE = ("store", "path", "capacity_gib", "verify", "name")
-_WHERE = "mimo.tiers"
+WHERE = "mimo.tiers"
+"""What the settings are called in messages."""
 
 
 def transfer_config(config: TiersConfig) -> dict[str, Any]:
@@ -33,7 +34,7 @@ def transfer_config(config: TiersConfig) -> dict[str, Any]:
     Raises:
         ConfigError: a setting is missing, or only SGLang has it.
     """
-    require_host(_WHERE, config)
+    require_host(WHERE, config)
     tiers = []
     if config.path:
         store = {name: value for name, value in _given(config).items() if name in _STORE}
