@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,26 @@ def test_what_is_about_to_be_written_is_not_written_twice(start, files, monkeypa
     tiers.settle()
     assert sorted(sum(calls(store, "put"), [])) == sorted(tiers.tier.texts(KEYS))
     assert ("tier_pages", "repaired") not in tiers.counts()
+
+
+def test_what_was_written_after_it_was_found_missing_is_not_written_again(
+    start, files, monkeypatch
+):
+    fault = Fault()
+    fault.hangs = True
+    store = Held(fault)
+    monkeypatch.setattr(store_tier, "_open_store", lambda config: RingStore({"it": store}))
+    tiers = start(files)
+    tiers.store(KEYS, DATA)
+    fault.wait_for(1)
+    tiers.keep_alive(KEYS)
+    while not tiers.tier._keep_alive._missing:
+        time.sleep(0.001)
+    fault.let_go()
+    while not tiers.tier._transfers._finished:
+        time.sleep(0.001)
+    tiers.settle()
+    assert sorted(sum(calls(store, "put"), [])) == sorted(tiers.tier.texts(KEYS))
 
 
 def test_a_store_that_does_not_answer_is_not_repaired(start, files, monkeypatch):

@@ -151,7 +151,9 @@ def test_damage_at_any_byte_is_a_miss_and_mended(start, files, damage):
         tiers.store(some[:1], good[:1])
         tiers.settle()
         assert path.read_bytes() == whole
-    assert tiers.tier.stats().pages_damaged == len(whole)
+    stats = tiers.tier.stats()
+    # Of a load that failed in part, the rest is kept.
+    assert stats.pages_damaged == stats.pages_got == len(whole)
 
 
 def test_settings_are_checked(files):
@@ -240,6 +242,27 @@ def test_a_read_does_not_wait_for_writes(over):
     assert tiers.load(some) == data
     assert sum(name == "put" for name, _ in store.calls) <= 2
     store.go.set()
+
+
+@pytest.mark.parametrize(("name", "value"), [("BATCH_PAGES", 5), ("BATCH_BYTES", 700)])
+def test_what_goes_to_the_store_at_a_time_is_bounded(over, monkeypatch, name, value):
+    """A page that is larger goes alone."""
+    monkeypatch.setattr(store_tier, name, value)
+    store = MemoryStore()
+    tiers = over(store)
+    tiers.store(KEYS, DATA)
+    tiers.settle()
+    tiers.forget_host()
+    assert tiers.load(KEYS) == DATA
+    sizes = {text: len(data) for text, data in zip(tiers.tier.texts(KEYS), DATA, strict=True)}
+    for call in ("put", "get"):
+        batches = [keys for done, keys in store.calls if done == call]
+        assert sorted(sum(batches, [])) == sorted(sizes)
+        if name == "BATCH_PAGES":
+            assert sorted(map(len, batches)) == [2, 5, 5]
+        else:
+            assert max(sum(map(sizes.get, keys)) for keys in batches) <= value
+            assert len(batches) == 8
 
 
 @pytest.mark.parametrize("error", [ConnectionError, ValueError])

@@ -124,7 +124,7 @@ class StoreTier(SecondaryTierManager):  # type: ignore[misc]
         """Tell which bytes of a row are whose; before anything is asked for."""
         assert layout.row_bytes == self.block_size_bytes, "rows of another size"
         self._layout = layout
-        self._space = key_space({**self._facts, "parts": layout.parts, "kinds": layout.kinds})
+        self._space = key_space({**self._facts, "parts": layout.parts})
 
     @property
     def layout(self) -> RowLayout:
