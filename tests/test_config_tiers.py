@@ -38,7 +38,7 @@ def parse(tiers):
         ({"host_swa_share": 0}, ("mimo.tiers.host_swa_share", "> 0 and < 1")),
         ({"host_swa_share": 1}, ("mimo.tiers.host_swa_share",)),
         ({"verify": 1}, ("mimo.tiers.verify", "true or false")),
-        ({"store": "mooncake"}, ("mimo.tiers.store", "file, redis")),
+        ({"store": "mooncke"}, ("mimo.tiers.store", "did you mean 'mooncake'?")),
         ({"capacity_gb": 1}, ("did you mean 'capacity_gib'?",)),
     ],
 )
@@ -72,12 +72,15 @@ def test_several_folders_survive_it_too(capacity):
         ({"path": "/a"}, "mimo.tiers.capacity_gib: found None"),
         ({"store": "redis"}, "mimo.tiers.path: found ''.*URL of a server"),
         ({"store": "redis", "path": "redis://h", "capacity_gib": 1}, "set maxmemory there"),
+        ({"store": "mooncake"}, "mimo.tiers.path: found ''.*address of a master.*HOST:50051"),
+        ({"store": "mooncake", "path": "h", "capacity_gib": 1}, "--global_segment_size of the"),
     ],
 )
 def test_where_and_how_much_must_be_said(tiers, words):
     with pytest.raises(ConfigError, match=words):
         require_place("mimo.tiers", parse(tiers).tiers)
     require_place("mimo.tiers", parse({"path": ["/a"], "capacity_gib": [1]}).tiers)
+    require_place("mimo.tiers", parse({"store": "mooncake", "path": "host:1"}).tiers)
     servers = parse({"store": "redis", "path": ["redis://a", "redis://b"]}).tiers
     require_place("mimo.tiers", servers)
     assert servers.paths == ("redis://a", "redis://b")

@@ -272,6 +272,47 @@ class FakeSglang(environment.Environment):
         return self.answers.pop(0)
 
 
+MISSING = "ImportError: libibverbs.so.1: cannot open shared object file: No such file or directory"
+
+
+@pytest.mark.parametrize(
+    ("answers", "steps"),
+    [
+        # What `import mooncake.store` answers, and `import mooncake` in between.
+        ((None,), ()),
+        (("absent", "absent", None, None), ("pip",)),
+        (("absent", "absent", MISSING, None), ("pip", "libraries")),
+        ((MISSING, None, MISSING, None), ("libraries",)),
+        ((MISSING, None, MISSING, MISSING), ("libraries",)),
+        (("absent", "absent", "glibc too old", "glibc too old"), ("pip",)),
+    ],
+)
+def test_mooncake_gets_what_it_lacks(tmp_path, monkeypatch, capsys, answers, steps):
+    env, ran = FakeSglang(tmp_path, *answers), []
+    monkeypatch.setattr(env, "run", lambda what, command: ran.append(command))
+    place = tmp_path / "lib" / "python3.11" / "site-packages" / "mooncake_x.libs"
+    place.mkdir()
+    environment.ensure_mooncake(env)
+    assert env.calls == [("install", "-q", environment.MOONCAKE_PIN)] * ("pip" in steps)
+    assert [command[-1] for command in ran] == [str(place)] * ("libraries" in steps)
+    assert all(Path(command[1]).is_file() for command in ran)
+    assert not env.answers
+    said = capsys.readouterr().out
+    assert ("its tests will be skipped" in said) is (answers[-1] is not None)
+    assert answers[-1] is None or answers[-1] in said
+
+
+def test_mooncake_is_not_there_to_be_had(tmp_path, monkeypatch, capsys):
+    env = FakeSglang(tmp_path, "absent", "absent")
+
+    def fails(*arguments):
+        raise environment.SetupError("no network")
+
+    monkeypatch.setattr(env, "pip", fails)
+    environment.ensure_mooncake(env)
+    assert "going on without the Mooncake store" in capsys.readouterr().out
+
+
 def test_sglang_comes_without_its_requirements_where_there_is_no_gpu(tmp_path):
     env = FakeSglang(tmp_path, "absent", None)
     setup_sglang.ensure_engine(env, "cpu")

@@ -35,6 +35,11 @@ SHIM_MODULE = "_mimo_torchvision_beside_cpu_torch"
 SHIM_SOURCE = Path(__file__).resolve().with_name("torchvision_beside_cpu_torch.py")
 """Copied into the test environment under that name, never into the wheel."""
 
+MOONCAKE_PIN = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
+"""A store for tests, with its master; it runs without a GPU."""
+_MOONCAKE_LOADS = "import mooncake.store"
+_DEBIAN = ("bash", str(Path(__file__).resolve().with_name("debian_libraries.sh")))
+
 
 class SetupError(Exception):
     """A set-up step failed; the message is one finished line for the user."""
@@ -199,6 +204,27 @@ def ensure_project(env: Environment, *packages: str) -> None:
     if env.probe_code(modern) is None:
         wanted.insert(0, "--no-build-isolation")
     env.pip("installing the project and its development tools", "install", "-q", *wanted)
+
+
+def ensure_mooncake(env: Environment) -> None:
+    """Install the Mooncake store; without it the tests that need it are skipped.
+
+    Its wheel lacks libraries that Debian has. They are laid beside those that it brings, where its
+    own find them, so that neither root nor a change of the machine is needed.
+    """
+    if env.probe_code(_MOONCAKE_LOADS) is None:
+        return
+    try:
+        if env.probe_code("import mooncake") is not None:
+            env.pip(f"installing {MOONCAKE_PIN}", "install", "-q", MOONCAKE_PIN)
+        if "cannot open shared object" in (env.probe_code(_MOONCAKE_LOADS) or ""):
+            for place in env.venv.glob("lib/python*/site-packages/mooncake_*.libs"):
+                env.run("laying Debian's libraries beside it", [*_DEBIAN, str(place)])
+        problem = env.probe_code(_MOONCAKE_LOADS)
+        if problem is not None:
+            raise SetupError(problem)
+    except SetupError as error:
+        say(f"going on without the Mooncake store, its tests will be skipped ({error})")
 
 
 @contextlib.contextmanager

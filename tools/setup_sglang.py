@@ -28,11 +28,13 @@ from pathlib import Path
 
 from tools import environment
 from tools.environment import (
+    MOONCAKE_PIN,
     ROOT,
     SHIM_SOURCE,
     Environment,
     SetupError,
     clear_stamp,
+    ensure_mooncake,
     ensure_project,
     ensure_venv,
     key_of,
@@ -44,7 +46,7 @@ from tools.environment import (
 )
 
 DEFAULT_VENV = ROOT / ".venv-sglang"
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 """Raise when the steps below change, so that existing environments are completed again."""
 
 ENGINE_PIN = "sglang==0.5.23"
@@ -93,7 +95,7 @@ _IMPORTS = "import torch, torchvision, transformers, sglang.srt.server_args"
 
 def content_key(kind: str, with_project: bool) -> str:
     """Hash of everything that decides what the environment must hold."""
-    facts = [LAYOUT_VERSION, kind, TORCH_PINS, BARE_PINS, ENGINE_NEEDS, TOOL_PACKAGES]
+    facts = [LAYOUT_VERSION, kind, TORCH_PINS, BARE_PINS, ENGINE_NEEDS, TOOL_PACKAGES, MOONCAKE_PIN]
     return key_of([*facts, SHIM_SOURCE.read_text()], with_project)
 
 
@@ -156,6 +158,7 @@ def set_up(venv: Path, kind: str, with_project: bool = True, force: bool = False
             ensure_platform(env)
         if with_project:
             ensure_project(env, *TOOL_PACKAGES)
+            ensure_mooncake(env)
         write_stamp(venv, content_key(kind, with_project), {"engine": ENGINE_PIN, "kind": kind})
     return True
 

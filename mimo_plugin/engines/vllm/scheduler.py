@@ -43,11 +43,13 @@ class SchedulerExtension:
         accounting = getattr(self.kv_cache_manager, "accounting", None)  # type: ignore[attr-defined]
         drafts = getattr(self, "draft_control", None)
         vision = getattr(self, "vision_counters", None)
+        tiers = getattr(getattr(self, "connector", None), "mimo_payload", None)
         payload = merge_payloads(
             accounting.drain() if accounting is not None else None,
             self.affinity_payload(),  # type: ignore[attr-defined]
             drafts.report.drain() if drafts is not None else None,
             vision.drain() if vision is not None else None,
+            tiers() if tiers is not None else None,
         )
         if payload is not None:
             stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), SECTION: payload}

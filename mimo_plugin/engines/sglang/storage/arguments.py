@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from mimo_plugin.config_tiers import REDIS, TiersConfig, parse_tiers, require_place
+from mimo_plugin.config_tiers import TiersConfig, parse_tiers
 from mimo_plugin.engines.sglang.register import STORAGE_FIELDS
 from mimo_plugin.errors import nearest, setting_error
-from mimo_plugin.tiers.file_store import FileStore
-from mimo_plugin.tiers.folders import open_folders
-from mimo_plugin.tiers.redis_store import open_redis
+from mimo_plugin.tiers import open as opening
 from mimo_plugin.tiers.store import PageStore
 
 SECTION = "hicache-storage-backend-extra-config"
@@ -60,6 +57,7 @@ def open_store(extra: Mapping[str, Any]) -> PageStore:
         ConfigError: a setting is unknown or out of range.
         StoreError: it can't be opened.
         RedisUnavailable: no client library.
+        MooncakeUnavailable: no client library, or no master.
     """
     for setting in extra:
         if setting not in (*_OURS, *_ENGINE):
@@ -71,16 +69,4 @@ def open_store(extra: Mapping[str, Any]) -> PageStore:
                 f"write {hint}" if hint else "remove it",
             )
     config = parse_tiers(SECTION, {name: extra[name] for name in _OURS if name in extra})
-    require_place(SECTION, config)
-    if config.store == REDIS:
-        return open_redis(config.paths, verify=config.verify)
-    folders, sizes = [Path(folder) for folder in config.paths], _bytes(config.capacity_gib)
-    if isinstance(config.path, str):
-        return FileStore(folders[0], capacity_bytes=sizes[0], verify=config.verify)
-    each = isinstance(config.capacity_gib, tuple)
-    return open_folders(folders, sizes if each else sizes[0], verify=config.verify)
-
-
-def _bytes(capacity_gib: float | tuple[float, ...] | None) -> list[int]:
-    given = capacity_gib if isinstance(capacity_gib, tuple) else (capacity_gib or 0.0,)
-    return [max(1, int(gib * (1 << 30))) for gib in given]
+    return opening.open_store(config, where=SECTION)

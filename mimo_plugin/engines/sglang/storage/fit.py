@@ -3,16 +3,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from mimo_plugin.config import MimoConfig
-from mimo_plugin.config_tiers import REDIS, require_place
+from mimo_plugin.config_tiers import require_place
 from mimo_plugin.engines.sglang.register import BACKEND as RADIX_BACKEND
 from mimo_plugin.engines.sglang.storage.arguments import backend_arguments
 from mimo_plugin.errors import setting_error
-from mimo_plugin.tiers.file_store import prepare
-from mimo_plugin.tiers.redis_store import require_redis
+from mimo_plugin.tiers.open import require_store
 
 LAYOUTS = ("page_first", "page_first_direct")
 """Layouts of host memory in which a page is one run of keys and one of values."""
@@ -25,6 +23,7 @@ def require(cfg: Any, model_config: Any, config: MimoConfig) -> None:
         ConfigError: which option or setting, and the fix.
         StoreError: a folder of the store can't be used.
         RedisUnavailable: no client library for the store's servers.
+        MooncakeUnavailable: no client library, or no master.
     """
     wanted = backend_arguments(config.tiers)
     for name, ours in wanted.items():
@@ -59,11 +58,7 @@ def require(cfg: Any, model_config: Any, config: MimoConfig) -> None:
             "drop it",
         )
     if cfg.enable_hierarchical_cache:
-        if config.tiers.store == REDIS:
-            require_redis(config.tiers.paths)
-        else:
-            for folder in config.tiers.paths:
-                prepare(Path(folder))
+        require_store(config.tiers)
 
 
 def why_not(cfg: Any, model_config: Any) -> str | None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 from vllm.v1.kv_offload.base import (
@@ -27,16 +26,15 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager, LookupPhase
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from mimo_plugin.config_tiers import REDIS, TiersConfig, parse_tiers, require_place
+from mimo_plugin.config_tiers import parse_tiers
 from mimo_plugin.engines.vllm.tiers.accounting import TierAccounting
 from mimo_plugin.engines.vllm.tiers.keepalive import KeepAlive
 from mimo_plugin.engines.vllm.tiers.layout import RowLayout
 from mimo_plugin.engines.vllm.tiers.transfers import Job, Transfers
 from mimo_plugin.engines.vllm.version import installed_vllm
 from mimo_plugin.tiers.breaker import Breaker
-from mimo_plugin.tiers.folders import open_folders
 from mimo_plugin.tiers.keys import key_space
-from mimo_plugin.tiers.redis_store import open_redis
+from mimo_plugin.tiers.open import open_store
 from mimo_plugin.tiers.ring import RingStore
 from mimo_plugin.tiers.store import PageStore, Parts, StoreStats
 
@@ -90,6 +88,7 @@ class StoreTier(SecondaryTierManager):  # type: ignore[misc]
         ConfigError: a setting is out of range.
         StoreError: the store can't be opened.
         RedisUnavailable: no client library.
+        MooncakeUnavailable: no client library, or no master.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -106,9 +105,8 @@ class StoreTier(SecondaryTierManager):  # type: ignore[misc]
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         config = parse_tiers(SECTION, dict(settings))
-        require_place(SECTION, config)
         self.accounting = TierAccounting()
-        self.store = guarded(_open_store(config))
+        self.store = guarded(open_store(config, where=SECTION))
         self._memory = primary_kv_view.cast("B")
         self._most_waiting = max(1, int(WAITING_PART * len(primary_kv_view)))
         self._waiting_rows = 0
@@ -310,21 +308,3 @@ def facts_of(config: Any) -> dict[str, object]:
         },
         "replicated": config.replicated_layout,
     }
-
-
-def _open_store(config: TiersConfig) -> PageStore:
-    """The store that the section names.
-
-    Raises:
-        StoreError: it can't be opened.
-        RedisUnavailable: no client library.
-    """
-    if config.store == REDIS:
-        return open_redis(config.paths, verify=config.verify)
-    gib, one = config.capacity_gib, 1 << 30
-    sizes: int | list[int] = (
-        [max(1, int(size * one)) for size in gib]
-        if isinstance(gib, tuple)
-        else max(1, int((gib or 0.0) * one))
-    )
-    return open_folders([Path(path) for path in config.paths], sizes, verify=config.verify)
