@@ -334,6 +334,12 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     _spec(
         "counter",
+        "tier_adopted_bytes",
+        "Bytes of hits from lower tiers that were not read, because the device still had them.",
+        {"kind": TIER_KINDS},
+    ),
+    _spec(
+        "counter",
         "tier_failed_calls",
         "Calls to stores of which no answer came in time, or an error.",
     ),

@@ -49,6 +49,12 @@ class TierAccounting(TierCounts):
             with self._lock:
                 self._buffer.inc("tier_host_bytes", count_bytes, direction=direction, kind=kind)
 
+    def adopted(self, kind: str, count_bytes: int) -> None:
+        """KV of a hit from lower tiers was not read, because the device had it."""
+        if count_bytes:
+            with self._lock:
+                self._buffer.inc("tier_adopted_bytes", count_bytes, kind=kind)
+
     def pages(self, what: str, count: int) -> None:
         """Pages were ``repaired`` or ``dropped`` before the store saw them."""
         if count:

@@ -7,10 +7,14 @@ what is kept alive is decided here (``scheduler.py``).
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
+from math import lcm
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
+    build_offloading_config,
+    get_offloading_group_ids,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from mimo_plugin.config import section_of
@@ -19,12 +23,10 @@ from mimo_plugin.core.retention import BOUNDARY, Ladder, RetentionRule
 from mimo_plugin.core.window import GroupGeometry
 from mimo_plugin.engines.vllm.kv.fit import why_groups_do_not_fit
 from mimo_plugin.engines.vllm.kv.settings import message_starts_of
-from mimo_plugin.engines.vllm.tiers.accounting import TierAccounting
 from mimo_plugin.engines.vllm.tiers.configure import settings_from
+from mimo_plugin.engines.vllm.tiers.layout import RowLayout, row_layout
 from mimo_plugin.engines.vllm.tiers.scheduler import TieredScheduler, geometry_of
 from mimo_plugin.errors import FeatureUnavailable
-
-logger = logging.getLogger("vllm.mimo_plugin")
 
 
 class MimoTieredConnector(OffloadingConnector):  # type: ignore[misc]
@@ -41,8 +43,15 @@ class MimoTieredConnector(OffloadingConnector):  # type: ignore[misc]
             raise FeatureUnavailable(f"feature tiers: {reason.replace('kv out', 'tiers out')}")
         super().__init__(vllm_config, role, kv_cache_config)
         self._tiered: TieredScheduler | None = None
+        sizes = build_offloading_config(vllm_config, kv_cache_config)
         if self.connector_scheduler is not None:
+            manager = self.connector_scheduler.manager
+            row_bytes = manager.primary_tier.get_kv_memoryview().strides[0]
+            manager.set_layout(layout_of(kv_cache_config, sizes, row_bytes))
             self._tiered = self._adopt(vllm_config)
+        if self.connector_worker is not None:
+            spec = self.connector_worker.spec
+            spec.layout = layout_of(kv_cache_config, sizes, spec.kv_bytes_per_chunk)
 
     def _adopt(self, vllm_config: Any) -> TieredScheduler:
         scheduler = self.connector_scheduler
@@ -50,11 +59,7 @@ class MimoTieredConnector(OffloadingConnector):  # type: ignore[misc]
         settings = settings_from(self._kv_transfer_config.kv_connector_extra_config)
         geometry = geometry_of(scheduler.config.kv_group_configs)
         starts = message_starts(settings, vllm_config)
-        accounting = TierAccounting()
-        scheduler.manager.bind(accounting)
-        return TieredScheduler.adopt(
-            scheduler, retention_rule(settings, geometry), starts, accounting
-        )
+        return TieredScheduler.adopt(scheduler, retention_rule(settings, geometry), starts)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """As upstream; what the device still has is not loaded."""
@@ -64,13 +69,28 @@ class MimoTieredConnector(OffloadingConnector):  # type: ignore[misc]
 
     def mimo_payload(self) -> dict[str, Any] | None:
         """What was counted since the last call."""
-        return None if self._tiered is None else self._tiered.accounting.drain()
+        return None if self._tiered is None else self._tiered.manager.accounting.drain()
+
+
+def layout_of(kv_cache_config: Any, sizes: Any, row_bytes: int) -> RowLayout:
+    """Which bytes of a row of host memory each group fills.
+
+    Args:
+        kv_cache_config: vLLM's.
+        sizes: vLLM's ``OffloadingConfig``, of single blocks a row.
+        row_bytes: of a row.
+    """
+    return row_layout(
+        kv_cache_config,
+        get_offloading_group_ids(kv_cache_config),
+        world_size=sizes.parallel.world_size,
+        worker_row_bytes=sizes.worker_kv_bytes_per_block,
+        row_bytes=row_bytes,
+    )
 
 
 def retention_rule(settings: TiersConfig, geometry: tuple[GroupGeometry, ...]) -> RetentionRule:
     """Where windows are stored for these groups; derived rungs are at least a window apart."""
-    from math import lcm
-
     unit = lcm(*(g.block_size_tokens for g in geometry))
     window = max(g.window_tokens or 1 for g in geometry)
     return RetentionRule(
@@ -82,7 +102,7 @@ def retention_rule(settings: TiersConfig, geometry: tuple[GroupGeometry, ...]) -
 
 
 def message_starts(settings: TiersConfig, vllm_config: Any) -> frozenset[int]:
-    """Ids of the tokens that open a chat message: given, those of the feature kv, the tokenizer's."""
+    """Ids that open a chat message: those given, those of the feature kv, or the tokenizer's."""
     given = settings.message_start_token_ids
     if given is None:
         section = section_of(vllm_config.additional_config)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from vllm.v1.kv_offload.base import (
@@ -123,6 +123,16 @@ class MimoTieringManager(TieringOffloadingManager):  # type: ignore[misc]
         super().complete_store(keys, req_context, success)
         if success:
             self._count("written", keys)
+
+    def adopted(self, group_ids: Iterable[int]) -> None:
+        """Keys of these groups, once each, were part of a hit and not loaded: the device had them.
+
+        Args:
+            group_ids: as vLLM counts all groups.
+        """
+        if self._layout is not None:
+            for kind, count_bytes in self._layout.bytes_by_kind(group_ids).items():
+                self.accounting.adopted(kind, count_bytes)
 
     def _count(self, direction: str, keys: Collection[OffloadKey]) -> None:
         if self._layout is not None:

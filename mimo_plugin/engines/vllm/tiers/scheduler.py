@@ -94,7 +94,6 @@ class TieredScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         scheduler: Any,
         rule: RetentionRule,
         message_start_token_ids: frozenset[int],
-        accounting: Any,
     ) -> TieredScheduler:
         """Take over vLLM's own object, which has served no request yet.
 
@@ -102,14 +101,12 @@ class TieredScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
             scheduler: vLLM's object.
             rule: where windows are stored.
             message_start_token_ids: that open a chat message.
-            accounting: counts (``accounting.py``).
         """
         scheduler.__class__ = cls
         scheduler.geometry = geometry_of(scheduler.config.kv_group_configs)
         scheduler.unit_tokens = lcm(*(g.block_size_tokens for g in scheduler.geometry))
         scheduler.rule = rule
         scheduler.message_start_token_ids = message_start_token_ids
-        scheduler.accounting = accounting
         scheduler.device_blocks = None
         scheduler._requests = {}
         scheduler._storing = None
@@ -121,7 +118,6 @@ class TieredScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
     unit_tokens: int
     rule: RetentionRule
     message_start_token_ids: frozenset[int]
-    accounting: Any
     device_blocks: DeviceBlocks | None
     _requests: dict[str, _Request]
     _storing: Any
@@ -153,15 +149,13 @@ class TieredScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         hit = self._find(req_status, request.asked, max_num_new_tokens)
         if hit is None:
             return None
-        local = req_status.num_locally_computed_tokens
+        local: int = req_status.num_locally_computed_tokens
         loads = hit.at(Place.HOST)
         if self._chunks_being_loaded:
             keys = req_status.group_states
             if any(keys[g].offload_keys[b] in self._chunks_being_loaded for g, b in loads):
                 return None  # another request loads the same
-        self.accounting.looked_up(
-            req_status.req.num_tokens - 1 - local, hit.full_tokens - local, hit.tokens - local
-        )
+        self._count(req_status, request.asked, hit)
         request.asked = None
         if not loads:
             return 0
@@ -193,8 +187,26 @@ class TieredScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
                 break
             # Host memory can't hold it all at once: as long a hit as it can hold.
             limit = hit.tokens - max(1, missing // self._rows_per_unit()) * self.unit_tokens
-            self.accounting.cut(hit.tokens - max(limit, local))
-        return self._fetch(req_status, asked, hit, below)
+            if not asked.fetches:
+                self.manager.accounting.cut(hit.tokens - max(limit, local))
+        self._fetch(req_status, asked, hit, below)
+        return None
+
+    def _count(self, req_status: Any, asked: _Asked, hit: JointHit) -> None:
+        local = req_status.num_locally_computed_tokens
+        found = hit.tokens - local
+        accounting = self.manager.accounting
+        in_host = 0 if asked.fetches else found
+        accounting.found_in_host(in_host)
+        accounting.looked_up(
+            self.aligned(req_status.req.num_tokens - 1) - local - in_host,
+            hit.full_tokens - local - in_host,
+            found - in_host,
+        )
+
+    def aligned(self, tokens: int) -> int:
+        """The longest hit of at most ``tokens``."""
+        return tokens - tokens % self.unit_tokens
 
     def _fetch(
         self, req_status: Any, asked: _Asked, hit: JointHit, below: list[tuple[int, int]]
@@ -306,7 +318,11 @@ class TieredScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
             starts.append(wanted[0] if wanted else 0)
             if status.offloading_context.policy == OffloadPolicy.CHUNK_LEVEL:
                 state.next_stored_chunk_idx = hit.tokens // chunk_tokens
-        self.accounting.loaded(hit, sizes)
+        self.manager.adopted(
+            self.config.kv_group_configs[group].group_idx
+            for group, block in hit.at(Place.DEVICE)
+            if (block + 1) * self.geometry[group].block_size_tokens <= hit.tokens
+        )
         self._submit_load(status, keys, GPULoadStoreSpec(block_ids, sizes, starts))
 
     def _submit_load(self, status: Any, keys: list[Any], target: Any) -> None:
@@ -329,7 +345,7 @@ class TieredScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
 
     def _keep_alive(self, status: Any, hit_tokens: int) -> None:
         """Touch what a hit needed, from the head on: what is touched last is the first to die."""
-        hit_tokens -= hit_tokens % self.unit_tokens
+        hit_tokens = self.aligned(hit_tokens)
         if not hit_tokens:
             return
         keys: list[tuple[int, Any]] = []

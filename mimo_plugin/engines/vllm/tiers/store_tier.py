@@ -34,7 +34,7 @@ from mimo_plugin.engines.vllm.tiers.transfers import Job, Transfers
 from mimo_plugin.engines.vllm.version import installed_vllm
 from mimo_plugin.tiers.breaker import Breaker
 from mimo_plugin.tiers.keys import key_space
-from mimo_plugin.tiers.open import open_store
+from mimo_plugin.tiers.open import open_store, share_memory
 from mimo_plugin.tiers.ring import RingStore
 from mimo_plugin.tiers.store import PageStore, Parts, StoreStats
 
@@ -123,6 +123,10 @@ class StoreTier(SecondaryTierManager):  # type: ignore[misc]
         assert layout.row_bytes == self.block_size_bytes, "rows of another size"
         self._layout = layout
         self._space = key_space({**self._facts, "parts": layout.parts})
+
+    def share_memory(self, file: int) -> None:
+        """Host memory is a mapping of this file: pages may go without a copy on their way."""
+        share_memory(self.store, self._memory, file)
 
     @property
     def layout(self) -> RowLayout:
