@@ -156,6 +156,13 @@ def test_damage_at_any_byte_is_a_miss_and_mended(start, files, damage):
     assert stats.pages_damaged == stats.pages_got == len(whole)
 
 
+def test_one_folder_is_guarded_as_several_are(start, files):
+    """Room is made beside the calls: making it takes longer than a call may."""
+    tiers = start(files)
+    (breaker,) = tiers.tier.store.stores.values()
+    assert isinstance(breaker, Breaker) and breaker._store._guarded
+
+
 def test_settings_are_checked(files):
     with pytest.raises(ConfigError, match=r"mimo\.tiers\.capacity_gib"):
         Tiers({**files, "capacity_gib": None})
@@ -192,7 +199,9 @@ def over(start, files, monkeypatch):
 
     def make(store, **kwargs):
         made.append(store)
-        monkeypatch.setattr(store_tier, "_open_store", lambda config: RingStore({"it": store}))
+        monkeypatch.setattr(
+            store_tier, "open_store", lambda config, where: RingStore({"it": store})
+        )
         return start(files, **kwargs)
 
     yield make
@@ -297,7 +306,7 @@ def test_a_store_that_hangs_costs_no_more_than_time(start, files, monkeypatch):
     store = MemoryStore(before=fault)
     limits = BreakerLimits(timeout_s=0.2)
     monkeypatch.setattr(
-        store_tier, "_open_store", lambda config: Breaker(store, "it", limits=limits)
+        store_tier, "open_store", lambda config, where: Breaker(store, "it", limits=limits)
     )
     tiers = start(files)
     tiers.store(KEYS, DATA)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from vllm.v1.kv_offload.base import (
@@ -105,6 +106,9 @@ class StoreTier(SecondaryTierManager):  # type: ignore[misc]
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         config = parse_tiers(SECTION, dict(settings))
+        if isinstance(config.path, str):
+            # One of a list has a guard of its own, under which room is made beside the calls.
+            config = replace(config, path=(config.path,) if config.path else "")
         self.accounting = TierAccounting()
         self.store = guarded(open_store(config, where=SECTION))
         self._memory = primary_kv_view.cast("B")
