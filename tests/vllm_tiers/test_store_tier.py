@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from vllm.v1.kv_offload.base import LookupResult, ReqContext
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 
 from mimo_plugin.engines.vllm.tiers import store_tier
+from mimo_plugin.engines.vllm.tiers.layout import RowLayout
 from mimo_plugin.engines.vllm.tiers.store_tier import WAITING_PART, guarded
 from mimo_plugin.errors import ConfigError
 from mimo_plugin.tiers.breaker import Breaker, BreakerLimits
@@ -72,6 +74,37 @@ def test_only_a_groups_own_bytes_are_stored(start, files):
     filled = sum(map(len, DATA))
     assert (tiers.memory == 7).sum() >= tiers.memory.size - filled
     assert filled < len(KEYS) * ROW_BYTES / 4
+
+
+def test_b21_bytes_are_counted_by_group_and_found_after_a_rotation(start, files):
+    """Case B21: a row for each (hash, group), of eight groups of which most fill a part of theirs.
+
+    The store holds what the groups fill; and what host memory gave up for others comes back.
+    """
+    layout = RowLayout(
+        row_bytes=ROW_BYTES,
+        parts=tuple(((0, 500 - 60 * group),) for group in range(8)),
+        kinds=("full", *["swa"] * 7),
+        group_ids=tuple(range(8)),
+    )
+    tiers = start(files, rows=32, layout=layout)
+    hashes = [bytes([number]) * 32 for number in range(12)]
+    rounds = [[make_offload_key(name, group) for group in range(8)] for name in hashes]
+    data = {
+        k: random.Random(k).randbytes(layout.group_bytes(group))
+        for keys in rounds
+        for group, k in enumerate(keys)
+    }
+    for keys in rounds:
+        assert tiers.store(keys, [data[k] for k in keys]) == keys
+        tiers.settle()
+    stats = tiers.tier.stats()
+    one = sum(layout.group_bytes(group) for group in range(8))
+    assert stats.bytes_held == len(rounds) * (one + 8 * HEADER_BYTES)
+    assert one < 8 * ROW_BYTES / 10
+    # Three times as much as host memory has rows for went through it.
+    assert tiers.load(rounds[0]) == [data[k] for k in rounds[0]]
+    assert tiers.tier.stats().pages_got == 8
 
 
 FACTS = {
