@@ -230,8 +230,10 @@ class Tiers:
     # -- the rest ------------------------------------------------------------------------------
 
     def forget_host(self) -> None:
-        """Host memory loses all it has."""
+        """Host memory loses all it has, bytes too."""
         self.manager.reset_cache()
+        noise = self._noise.randbytes(self.memory.size)
+        self.memory[:] = np.frombuffer(noise, np.uint8).reshape(self.memory.shape)
 
     def counts(self) -> dict[tuple[str, ...], float]:
         """What was counted, since the last call."""

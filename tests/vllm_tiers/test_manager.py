@@ -162,6 +162,7 @@ def test_what_was_written_after_it_was_found_missing_is_not_written_again(
     tiers = start(files)
     tiers.store(KEYS, DATA)
     fault.wait_for(1)
+    tiers.step()
     tiers.keep_alive(KEYS)
     while not tiers.tier._keep_alive._missing:
         time.sleep(0.001)
