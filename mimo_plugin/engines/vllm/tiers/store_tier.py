@@ -122,8 +122,14 @@ class StoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._keep_alive: KeepAlive[OffloadKey] = KeepAlive(self._touch)
         self._transfers: Transfers[TransferJob] = Transfers(self._move, THREADS)
 
-    def set_layout(self, layout: RowLayout) -> None:
-        """Tell which bytes of a row are whose; before anything is asked for."""
+    def set_layout(self, layout: RowLayout, facts: Mapping[str, object] | None = None) -> None:
+        """Tell which bytes of a row are whose; before anything is asked for.
+
+        Args:
+            layout: of a row.
+            facts: what else decides the meaning of the bytes; engines share pages only where all
+                of it is the same.
+        """
         assert layout.row_bytes == self.block_size_bytes, "rows of another size"
         self._layout = layout
         self._space = key_space({**self._facts, "parts": layout.parts})
