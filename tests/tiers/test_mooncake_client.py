@@ -369,7 +369,7 @@ def test_names(url, name):
         ("host:99999", "mooncake://HOST:PORT"),
         ("mooncake://host/folder", "mooncake://HOST:PORT"),
         ("mooncake://me@host", "mooncake://HOST:PORT"),
-        ("host?protocl=rdma", "did you mean 'protocol'?"),
+        ("host?devices=mlx5_0", "did you mean 'device'?"),
         ("host?protocol=tcp&protocol=rdma", "each option once"),
         ("host?protocol=udp", "tcp or rdma"),
         ("host?device=mlx5_0", "add protocol=rdma"),

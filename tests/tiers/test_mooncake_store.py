@@ -431,7 +431,7 @@ def test_a_write_that_hangs_is_given_up(cluster, make):
     guarded.works_again()
 
 
-def test_the_librarys_process_dies(store):
+def test_the_process_of_the_library_dies(store):
     assert store.put(["dies"], [page(1)]) == [True]
     first = worker(store)
     first.kill()
@@ -448,7 +448,7 @@ def test_the_librarys_process_dies(store):
     store.close()
 
 
-def test_the_librarys_process_hangs(shared, make):
+def test_the_process_of_the_library_hangs(shared, make):
     """It is ended while others wait for it, and they are told."""
     store = make(opened, shared, IMPATIENT_S)
     store._timeout_s = LONG_S
