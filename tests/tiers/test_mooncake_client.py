@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import sys
@@ -305,8 +306,11 @@ def test_what_the_library_says_is_shown_when_asked_for(library, make, monkeypatc
     library(
         method("batch_is_exist", "print('hear, hear', file=sys.stderr, flush=True)", "return [0]")
     )
-    make().exists(["a"])
+    store = make()
+    store.exists(["a"])
     assert "hear" not in capfd.readouterr().err
+    # Nor is it gathered anywhere.
+    assert os.readlink(f"/proc/{store._client._session._process.pid}/fd/2") == os.devnull
     monkeypatch.setenv("GLOG_minloglevel", "0")
     make().exists(["a"])
     assert "hear, hear" in capfd.readouterr().err
