@@ -6,12 +6,36 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from mimo_plugin.config_values import Validator, boolean, number, one_of, section, text, whole
+from mimo_plugin.config_values import (
+    Validator,
+    boolean,
+    number,
+    one_of,
+    section,
+    subset,
+    text,
+    token_ids_or_none,
+    whole,
+    whole_or_none,
+)
+from mimo_plugin.core.retention import CLASSES, TAIL
 from mimo_plugin.errors import setting_error
 
 FILE, REDIS, MOONCAKE = "file", "redis", "mooncake"
 STORES = (FILE, REDIS, MOONCAKE)
 """Kinds of stores."""
+
+VLLM_ONLY = (
+    "host_gib",
+    "classes",
+    "message_start_token_ids",
+    "ladder_min_tokens",
+    "ladder_growth",
+    "outputs",
+    "touch_interval_s",
+)
+SGLANG_ONLY = ("prefetch_tokens", "host_swa_share")
+"""Settings that the other engine has no use for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +50,18 @@ class TiersConfig:
             the feature is switched on, None is refused for files, and all else for servers.
         verify: what is read is checked against its checksum.
         name: engines with different names share nothing.
-        prefetch_tokens: fewest stored tokens that are worth reading, >= 1.
-        host_swa_share: part of the host memory for KV that sliding-window layers get, 0 < x < 1;
-            None keeps SGLang's own split, which is that of the device's pools.
+        prefetch_tokens: SGLang: fewest stored tokens that are worth reading, >= 1.
+        host_swa_share: SGLang: part of the host memory for KV that sliding-window layers get,
+            0 < x < 1; None keeps SGLang's own split, which is that of the device's pools.
+        host_gib: vLLM: host memory for KV, of all ranks together, GiB, > 0; must be given there.
+        classes: vLLM: the checkpoint classes of which windows are stored.
+        message_start_token_ids: vLLM: ids of the tokens that open a chat message; None takes those
+            of the feature ``kv`` or of the tokenizer's chat template.
+        ladder_min_tokens: vLLM: smallest distance between two ladder rungs; None: a window.
+        ladder_growth: vLLM: a rung's distance is at most
+            ``max(ladder_min_tokens, ladder_growth * position)``, 0 < x <= 1.
+        outputs: vLLM: KV of generated tokens is stored too.
+        touch_interval_s: vLLM: what is kept alive in the store is not touched again sooner, >= 0.
     """
 
     store: str = FILE
@@ -38,6 +71,13 @@ class TiersConfig:
     name: str = ""
     prefetch_tokens: int = 256
     host_swa_share: float | None = None
+    host_gib: float | None = None
+    classes: tuple[str, ...] = tuple(name for name in CLASSES if name != TAIL)
+    message_start_token_ids: tuple[int, ...] | None = None
+    ladder_min_tokens: int | None = None
+    ladder_growth: float = 0.5
+    outputs: bool = True
+    touch_interval_s: float = 30.0
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -76,6 +116,13 @@ _VALUES: dict[str, Validator] = {
     "name": text,
     "prefetch_tokens": whole(1, "tokens"),
     "host_swa_share": _or_none(number(over=0, below=1)),
+    "host_gib": _or_none(number(over=0)),
+    "classes": subset(CLASSES, "class"),
+    "message_start_token_ids": token_ids_or_none,
+    "ladder_min_tokens": whole_or_none(1, "tokens", "null takes the model's window"),
+    "ladder_growth": number(over=0, most=1),
+    "outputs": boolean,
+    "touch_interval_s": number(least=0),
 }
 
 
@@ -97,6 +144,18 @@ def parse_tiers(where: str, raw: object) -> TiersConfig:
             "give one number for all folders together, or one for each",
         )
     return config
+
+
+def refuse_foreign(where: str, config: TiersConfig, settings: tuple[str, ...], engine: str) -> None:
+    """Refuse settings of the section ``where`` that only the other engine has.
+
+    Raises:
+        ConfigError: which one.
+    """
+    for name in settings:
+        found = getattr(config, name)
+        if found != getattr(TiersConfig(), name):
+            raise setting_error(f"{where}.{name}", found, f"no value on {engine}", "remove it")
 
 
 def require_place(where: str, config: TiersConfig) -> None:

@@ -140,15 +140,23 @@ _TABLE = (
         name="tiers",
         title="KV that outlives the engine, in a store below host memory",
         status="available",
-        engines=("sglang",),
-        seam="SGLang: hicache_storage_backend (dynamic), HiCacheStorage",
+        engines=("vllm", "sglang"),
+        seam=(
+            "vLLM: kv_transfer_config (OffloadingConnector, TieringOffloadingSpec), "
+            "SecondaryTierFactory; SGLang: hicache_storage_backend (dynamic), HiCacheStorage"
+        ),
         contracts=(
+            "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector",
+            "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler",
+            "vllm.v1.kv_offload.tiering.manager",
+            "vllm.v1.kv_offload.tiering.base",
+            "vllm.v1.kv_offload.tiering.spec",
             "sglang.srt.mem_cache.hicache_storage",
             "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller",
             "sglang.srt.mem_cache.unified_radix_cache",
         ),
         default=False,
-        replaced_by="a registry of storage backends in SGLang, and a touch in its interface",
+        replaced_by="touches and window-aware look-ups in the engines' own tiers",
     ),
 )
 

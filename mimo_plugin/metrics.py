@@ -46,8 +46,8 @@ LOOKUP_OUTCOMES = ("hit", "miss", "mismatch")
 STORE_OUTCOMES = ("stored", "refused")
 DIRECTIONS = ("read", "written")
 TIER_MISSES = ("absent", "no_window", "host_capacity")
-TIER_KINDS = ("full", "swa", "other")
-TIER_PAGES = ("written", "read", "touched", "missed", "damaged", "dropped", "evicted")
+TIER_KINDS = ("full", "swa", "draft", "other")
+TIER_PAGES = ("written", "read", "touched", "missed", "damaged", "dropped", "evicted", "repaired")
 
 Kind = Literal["counter", "gauge", "histogram"]
 
@@ -317,8 +317,26 @@ METRICS: tuple[MetricSpec, ...] = (
         "counter",
         "tier_pages",
         "Pages of the store: written, read, kept alive, asked for and missing, damaged, not "
-        "written for want of room or by a failure, and given up for others.",
+        "written for want of room or by a failure, given up for others, and, of those written, "
+        "found missing while a higher tier had them.",
         {"what": TIER_PAGES},
+    ),
+    _spec(
+        "counter",
+        "tier_host_hit_tokens",
+        "Tokens that look-ups found in host memory with all that a hit needs.",
+    ),
+    _spec(
+        "counter",
+        "tier_host_bytes",
+        "Bytes that went between the device and host memory, by kind of layers.",
+        {"direction": DIRECTIONS, "kind": TIER_KINDS},
+    ),
+    _spec(
+        "counter",
+        "tier_adopted_bytes",
+        "Bytes of hits from lower tiers that were not read, because the device still had them.",
+        {"kind": TIER_KINDS},
     ),
     _spec(
         "counter",

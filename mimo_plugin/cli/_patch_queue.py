@@ -18,7 +18,7 @@ from pathlib import Path
 
 from mimo_plugin.errors import MimoError
 
-ENGINES = ("vllm", "sglang")
+ENGINES = ("vllm", "sglang", "lmcache")
 REASONS = ("temporary", "build-only", "permanent")
 FIELDS = (
     "Subject",

@@ -14,11 +14,11 @@ from mimo_plugin.engines.sglang.storage.pages import (
     ALL,
     TRAILING,
     common_ends,
-    key_space,
     leading,
     legal_ends,
     parts_of,
 )
+from mimo_plugin.tiers.keys import key_space
 
 FOUND = st.lists(st.booleans(), max_size=24)
 

@@ -50,9 +50,10 @@ _FIT_MODULES = {
     "mtp": "mimo_plugin.engines.vllm.mtp.fit",
     "vision": "mimo_plugin.engines.vllm.vision.fit",
     "video": "mimo_plugin.engines.vllm.video.fit",
+    "tiers": "mimo_plugin.engines.vllm.tiers.fit",
 }
 # features that live in the scheduler, or whose counters it hands over
-_SCHEDULER_FEATURES = frozenset({"kv", "scheduler", "mtp", "vision"})
+_SCHEDULER_FEATURES = frozenset({"kv", "scheduler", "mtp", "vision", "tiers"})
 
 # (process id, role) that have said what is active; the id makes a forked child start afresh.
 _announced: set[tuple[int, str]] = set()
@@ -108,6 +109,8 @@ def complete_arguments(engine_args: Any, environ: Mapping[str, str]) -> None:
         config = parse_config(section, environ=environ)
         if config is not None and "mtp" in config.features:
             _mtp_configuration().complete_arguments(engine_args, config)
+        if config is not None and "tiers" in config.features:
+            _tiers_configuration().complete_arguments(engine_args, config)
     except MimoError:
         if not lenient(section, environ):
             raise
@@ -275,6 +278,12 @@ def _vision_configuration() -> Any:
 
 def _video_configuration() -> Any:
     from mimo_plugin.engines.vllm.video import configure
+
+    return configure
+
+
+def _tiers_configuration() -> Any:
+    from mimo_plugin.engines.vllm.tiers import configure
 
     return configure
 

@@ -43,11 +43,13 @@ class SchedulerExtension:
         accounting = getattr(self.kv_cache_manager, "accounting", None)  # type: ignore[attr-defined]
         drafts = getattr(self, "draft_control", None)
         vision = getattr(self, "vision_counters", None)
+        tiers = getattr(getattr(self, "connector", None), "mimo_payload", None)
         payload = merge_payloads(
             accounting.drain() if accounting is not None else None,
             self.affinity_payload(),  # type: ignore[attr-defined]
             drafts.report.drain() if drafts is not None else None,
             vision.drain() if vision is not None else None,
+            tiers() if tiers is not None else None,
         )
         if payload is not None:
             stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), SECTION: payload}
@@ -109,7 +111,10 @@ def make_scheduler(vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs:
     if unsafe is not None:
         # Not ours to refuse: stock would start as well. But wrong numbers must not come silently.
         logger.error("attention backend: %s", unsafe)
-    settings = resolve_settings(config.kv, vllm_config) if "kv" in config.features else None
+    settings = None
+    if "kv" in config.features:
+        tiers_below = "tiers" in config.features
+        settings = resolve_settings(config.kv, vllm_config, tiers_below=tiers_below)
     sched = (
         resolve_sched_settings(config.scheduler, vllm_config)
         if "scheduler" in config.features

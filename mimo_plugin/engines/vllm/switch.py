@@ -31,6 +31,8 @@ OPTION = "--plugin"
 _MARK = "mimo_plugin_wrapper"
 # The command `vllm` imports this module; a user's own program does not.
 _CLI_MODULE = "vllm.entrypoints.cli.main"
+# arguments that features fill in before vLLM reads them
+_FILLED_IN = ("speculative_config", "kv_transfer_config")
 
 
 def install() -> None:
@@ -123,15 +125,16 @@ def _wrap_create_engine_config(stock: Callable[..., Any]) -> Callable[..., Any]:
                 return stock(self, *args, **kwargs)
             # Before vLLM reads the model: a wrong setting is reported at once.
             register.check_section(section, os.environ)
-            given = getattr(self, "speculative_config", None)
+            given = {name: getattr(self, name, None) for name in _FILLED_IN}
             register.complete_arguments(self, os.environ)
             vllm_config = stock(self, *args, **kwargs)
             active = register.activate(vllm_config, environ=os.environ)
         except MimoError as error:
             raise _for_user(error) from error.__cause__
-        if active is None and getattr(self, "speculative_config", None) is not given:
+        if active is None and any(getattr(self, n, None) is not v for n, v in given.items()):
             # Given up: the engine is stock, so what was filled in for the plugin goes too.
-            self.speculative_config = given
+            for name, value in given.items():
+                setattr(self, name, value)
             marked = vllm_config.additional_config
             vllm_config = stock(self, *args, **kwargs)
             vllm_config.additional_config = marked

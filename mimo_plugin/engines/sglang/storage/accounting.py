@@ -8,40 +8,17 @@ statistics once a step, and that writes to Prometheus what was counted, once a s
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 
 from mimo_plugin.engines.prometheus import PrometheusSink
-from mimo_plugin.metrics import METRICS, MetricsBuffer
+from mimo_plugin.engines.tier_accounting import NAMES, TierCounts
+from mimo_plugin.metrics import METRICS
 from mimo_plugin.tiers.store import StoreStats
 
 logger = logging.getLogger("sglang.mimo_plugin")
 
 PERIOD_S = 1.0
-
-#: metrics that this adapter writes
-NAMES = frozenset(
-    {
-        "tier_hit_tokens",
-        "tier_missed_tokens",
-        "tier_bytes",
-        "tier_pages",
-        "tier_failed_calls",
-        "tier_held_bytes",
-        "tier_stores_down",
-    }
-)
-
-_PAGES = {
-    "written": "pages_put",
-    "read": "pages_got",
-    "touched": "pages_touched",
-    "missed": "pages_missed",
-    "damaged": "pages_damaged",
-    "dropped": "pages_dropped",
-    "evicted": "pages_evicted",
-}
 
 
 def make_sink(model_name: str) -> PrometheusSink:
@@ -50,7 +27,7 @@ def make_sink(model_name: str) -> PrometheusSink:
     return PrometheusSink(model_name, [0], logger, specs=specs)
 
 
-class TierAccounting:
+class TierAccounting(TierCounts):
     """Counts; thread-safe.
 
     Args:
@@ -64,43 +41,11 @@ class TierAccounting:
         make: Callable[[], PrometheusSink] | None,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__()
         self._make = make
         self._clock_s = clock_s
         self._sink: PrometheusSink | None = None
-        self._lock = threading.Lock()
-        self._buffer = MetricsBuffer()
-        self._pages = dict.fromkeys(_PAGES, 0)
-        self._failed_calls = 0
         self._due_s = clock_s()
-
-    def looked_up(self, asked_tokens: int, full_tokens: int, hit_tokens: int) -> None:
-        """A prefix of ``asked_tokens`` was looked up.
-
-        Args:
-            asked_tokens: what was asked for.
-            full_tokens: of it, before the first page without full-attention KV, <= asked_tokens.
-            hit_tokens: of that, what can be restored, <= full_tokens.
-        """
-        with self._lock:
-            self._buffer.inc("tier_hit_tokens", hit_tokens)
-            for reason, tokens in (
-                ("absent", asked_tokens - full_tokens),
-                ("no_window", full_tokens - hit_tokens),
-            ):
-                if tokens:
-                    self._buffer.inc("tier_missed_tokens", tokens, reason=reason)
-
-    def cut(self, tokens: int) -> None:
-        """Of a hit, host memory had no room for ``tokens``."""
-        if tokens > 0:
-            with self._lock:
-                self._buffer.inc("tier_missed_tokens", tokens, reason="host_capacity")
-
-    def moved(self, direction: str, kind: str, count_bytes: int) -> None:
-        """Pages were read or written."""
-        if count_bytes:
-            with self._lock:
-                self._buffer.inc("tier_bytes", count_bytes, direction=direction, kind=kind)
 
     def flush(self, stats: Callable[[], StoreStats]) -> None:
         """Write what was counted, at most once in ``PERIOD_S``.
@@ -116,17 +61,7 @@ class TierAccounting:
             self._sink = self._make()
         found = stats()
         with self._lock:
-            for what, name in _PAGES.items():
-                before, count = self._pages[what], getattr(found, name)
-                if count > before:
-                    self._buffer.inc("tier_pages", count - before, what=what)
-                    self._pages[what] = count
-            if found.calls_failed > self._failed_calls:
-                self._buffer.inc("tier_failed_calls", found.calls_failed - self._failed_calls)
-                self._failed_calls = found.calls_failed
-            self._buffer.set("tier_stores_down", found.stores_down)
-            if found.bytes_held is not None:
-                self._buffer.set("tier_held_bytes", found.bytes_held)
+            self._take(found)
             payload = self._buffer.drain()
         if payload is not None:
             self._sink.apply(payload, 0)

@@ -32,12 +32,12 @@ from mimo_plugin.engines.sglang.storage.pages import (
     ALL,
     TRAILING,
     common_ends,
-    key_space,
     leading,
     legal_ends,
     parts_of,
 )
 from mimo_plugin.errors import setting_error
+from mimo_plugin.tiers.keys import key_space
 from mimo_plugin.tiers.store import PageStore, Parts
 
 logger = logging.getLogger("sglang.mimo_plugin")

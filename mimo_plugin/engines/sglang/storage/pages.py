@@ -1,27 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of pages, where a stored prefix may end, and the memory of a page. No engine is imported."""
+"""Where a stored prefix may end, and the memory of a page. No engine is imported."""
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from mimo_plugin.tiers.store import Parts
 
 TRAILING, ALL = "trailing_pages", "all_pages"
 """SGLang's names of what a pool needs of a prefix: its last pages, or all of them."""
-
-
-def key_space(facts: Mapping[str, object]) -> str:
-    """What all keys of one rank begin with: pages of different facts are never mixed up.
-
-    Args:
-        facts: everything that decides what the bytes of a page mean.
-    """
-    text = json.dumps(facts, sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def leading(found: Sequence[bool]) -> int:

@@ -1,0 +1,438 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's half of the connector: what is a hit, what is loaded, stored and kept alive.
+
+Attached to vLLM's own object, whose bookkeeping of jobs and device blocks stays as it is:
+
+* a hit may lie on the device, in host memory and below it, in any mixture (``core/joint.py``);
+* only what it needs is fetched from below, and only what the device lacks is loaded;
+* windows are stored where the retention rule keeps a point (``core/store_plan.py``);
+* a hit in any tier keeps what it needed alive in the tiers below.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from math import lcm
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+    TransferJobStatus,
+)
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadPolicy
+
+from mimo_plugin.core.joint import JointHit, Place, joint_hit
+from mimo_plugin.core.retention import BOUNDARY, RetentionRule, find_message_starts
+from mimo_plugin.core.store_plan import StorePlan
+from mimo_plugin.core.window import GroupGeometry, blocks_for_hit
+from mimo_plugin.engines.vllm.tiers.joint import Adoption, DeviceBlocks
+from mimo_plugin.engines.vllm.tiers.peek import fetch, free_rows, peek
+from mimo_plugin.engines.vllm.tiers.stored import take_over
+
+logger = logging.getLogger("vllm.mimo_plugin")
+
+ANSWER_WITHIN_S = 5.0
+"""A request does not wait longer for tiers below host memory; then it takes what there is."""
+
+MOST_FETCHES = 4
+"""Times that a request has its hit fetched into host memory: others may push it out meanwhile."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    """What the look-ups of one waiting request have led to."""
+
+    since_s: float
+    fetches: int = 0
+
+
+@dataclass(slots=True)
+class _Request:
+    """What is known of one request beside vLLM's own state.
+
+    Attributes:
+        plan: which of its windows are stored.
+        scanned_tokens: prompt tokens that were searched for message starts.
+        asked: its look-ups while it waits.
+        hit: the hit that it is to get, until it is given blocks.
+    """
+
+    plan: StorePlan
+    scanned_tokens: int = 0
+    asked: _Asked | None = None
+    hit: JointHit | None = field(default=None)
+
+
+def geometry_of(group_configs: Any) -> tuple[GroupGeometry, ...]:
+    """Window geometry of each of the connector's groups; one block is one chunk."""
+    return tuple(
+        GroupGeometry(
+            block_size_tokens=config.tokens_per_chunk,
+            window_tokens=(
+                config.kv_cache_spec.sliding_window + config.kv_cache_spec.extra_retained_tokens
+                if isinstance(config.kv_cache_spec, SlidingWindowSpec)
+                else None
+            ),
+            lookahead_blocks=int(config.is_eagle_group),
+        )
+        for config in group_configs
+    )
+
+
+class TieredScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
+    """``OffloadingConnectorScheduler``; an instance of it becomes one of these by :meth:`adopt`."""
+
+    @classmethod
+    def adopt(
+        cls,
+        scheduler: Any,
+        rule: RetentionRule,
+        message_start_token_ids: frozenset[int],
+    ) -> TieredScheduler:
+        """Take over vLLM's own object, which has served no request yet.
+
+        Args:
+            scheduler: vLLM's object.
+            rule: where windows are stored.
+            message_start_token_ids: that open a chat message.
+        """
+        scheduler.__class__ = cls
+        scheduler.geometry = geometry_of(scheduler.config.kv_group_configs)
+        scheduler.unit_tokens = lcm(*(g.block_size_tokens for g in scheduler.geometry))
+        scheduler.rule = rule
+        scheduler.message_start_token_ids = message_start_token_ids
+        scheduler.device_blocks = None
+        scheduler._requests = {}
+        scheduler._storing = None
+        scheduler._early_jobs = {}
+        adopted: TieredScheduler = scheduler
+        return adopted
+
+    geometry: tuple[GroupGeometry, ...]
+    unit_tokens: int
+    rule: RetentionRule
+    message_start_token_ids: frozenset[int]
+    device_blocks: DeviceBlocks | None
+    _requests: dict[str, _Request]
+    _storing: Any
+    _early_jobs: dict[int, Any]
+
+    def bind(self, kv_cache_manager: Any) -> None:
+        """The device's cache is known: what it still has is not loaded."""
+        group_ids = tuple(config.group_idx for config in self.config.kv_group_configs)
+        self.device_blocks = DeviceBlocks(kv_cache_manager, group_ids)
+
+    def on_new_request(self, request: Any) -> None:
+        """As upstream."""
+        super().on_new_request(request)
+        plan = StorePlan(self.geometry, self.rule)
+        self._requests[request.request_id] = _Request(plan)
+        waiting = [plan.waiting_blocks(group) for group in range(len(self.geometry))]
+        take_over(self._req_status[request.request_id], waiting)
+
+    # -- look-up -------------------------------------------------------------------------------
+
+    def _lookup(self, req_status: Any, max_num_new_tokens: int | None = None) -> int | None:
+        """Tokens beyond the local hit that can be had; None: ask again in the next step."""
+        request = self._requests[req_status.req.request_id]
+        request.hit = None
+        if self.device_blocks is not None:
+            self.device_blocks.plan(req_status.req.request_id, None)
+        if request.asked is None:
+            request.asked = _Asked(time.monotonic())
+        hit = self._find(req_status, request.asked, max_num_new_tokens)
+        if hit is None:
+            return None
+        local: int = req_status.num_locally_computed_tokens
+        loads = hit.at(Place.HOST)
+        if self._chunks_being_loaded:
+            keys = req_status.group_states
+            if any(keys[g].offload_keys[b] in self._chunks_being_loaded for g, b in loads):
+                return None  # another request loads the same
+        self._count(req_status, request.asked, hit)
+        request.asked = None
+        if not loads:
+            return 0
+        request.hit = hit
+        self._plan_adoption(req_status, hit)
+        return hit.tokens - local
+
+    def _find(
+        self, req_status: Any, asked: _Asked, max_num_new_tokens: int | None
+    ) -> JointHit | None:
+        """The hit with all that it needs in host memory or on the device; None: not yet."""
+        local = req_status.num_locally_computed_tokens
+        limit = self._limit(req_status, max_num_new_tokens)
+        late = time.monotonic() - asked.since_s > ANSWER_WITHIN_S
+        near = late or asked.fetches >= MOST_FETCHES
+        known: dict[tuple[int, int], Place] = {}
+        while True:
+            where = partial(self._where, req_status, known, near, {})
+            hit = joint_hit(self.geometry, self.unit_tokens, local, limit, where)
+            if hit.unsure and not late:
+                return None
+            below, coming = hit.at(Place.BELOW), hit.at(Place.COMING)
+            if coming and not below:
+                return None
+            if not below:
+                return hit
+            missing = len(below) - (free_rows(self.manager) - len(hit.at(Place.HOST)))
+            if missing <= 0:
+                break
+            # Host memory can't hold it all at once: as long a hit as it can hold.
+            limit = hit.tokens - max(1, missing // self._rows_per_unit()) * self.unit_tokens
+            if not asked.fetches:
+                self.manager.accounting.cut(hit.tokens - max(limit, local))
+        self._fetch(req_status, asked, hit, below)
+        return None
+
+    def _count(self, req_status: Any, asked: _Asked, hit: JointHit) -> None:
+        local = req_status.num_locally_computed_tokens
+        found = hit.tokens - local
+        accounting = self.manager.accounting
+        in_host = 0 if asked.fetches else found
+        accounting.found_in_host(in_host)
+        accounting.looked_up(
+            self.aligned(req_status.req.num_tokens - 1) - local - in_host,
+            hit.full_tokens - local - in_host,
+            found - in_host,
+        )
+
+    def aligned(self, tokens: int) -> int:
+        """The longest hit of at most ``tokens``."""
+        return tokens - tokens % self.unit_tokens
+
+    def _fetch(
+        self, req_status: Any, asked: _Asked, hit: JointHit, below: list[tuple[int, int]]
+    ) -> None:
+        """Bring what a hit needs from below host memory; the request asks again."""
+        states, context = req_status.group_states, req_status.req_context
+        asked.fetches += 1
+        # What is there already must not die for what comes.
+        here = [states[g].offload_keys[b] for g, b in hit.at(Place.HOST)]
+        self.manager.primary_tier.touch(here, context)
+        fetch(self.manager, [states[g].offload_keys[b] for g, b in below], context)
+
+    def _limit(self, req_status: Any, max_num_new_tokens: int | None) -> int:
+        """Longest hit: the last token is computed, for its logits."""
+        local = req_status.num_locally_computed_tokens
+        limit: int = req_status.req.num_tokens - 1
+        for most in (max_num_new_tokens, req_status.max_load_tokens):
+            if most is not None:
+                limit = min(limit, local + most)
+        return limit
+
+    def _rows_per_unit(self) -> int:
+        return sum(self.unit_tokens // g.block_size_tokens for g in self.geometry if g.is_full)
+
+    def _where(
+        self,
+        req_status: Any,
+        known: dict[tuple[int, int], Place],
+        near: bool,
+        gaps: dict[int, int],
+        group: int,
+        block: int,
+    ) -> Place:
+        """Place of a block; with ``near`` what lies below host memory does not count."""
+        keys = req_status.group_states[group].offload_keys
+        if block >= len(keys):
+            return Place.NOWHERE
+        found = known.get((group, block))
+        if found is None:
+            found = self._place(group, keys[block], req_status, gaps)
+            if found is not Place.DEVICE:
+                gaps.setdefault(group, block)
+            known[group, block] = found
+        return Place.NOWHERE if near and found in (Place.BELOW, Place.UNSURE) else found
+
+    def _place(self, group: int, key: Any, req_status: Any, gaps: dict[int, int]) -> Place:
+        device = self.device_blocks
+        # Where full blocks are hashed along a tree, the device has nothing behind a gap.
+        usable = device is not None and not (
+            device.by_tree and self.geometry[group].is_full and group in gaps
+        )
+        if usable and device is not None and device.find(group, key) is not None:
+            return Place.DEVICE
+        return peek(self.manager, key, req_status.req_context)
+
+    def _plan_adoption(self, req_status: Any, hit: JointHit) -> None:
+        if self.device_blocks is None:
+            return
+        size = [g.block_size_tokens for g in self.geometry]
+        keys = tuple(
+            {
+                block: req_status.group_states[group].offload_keys[block]
+                for block, place in blocks.items()
+                if place is Place.DEVICE and (block + 1) * size[group] <= hit.tokens
+            }
+            for group, blocks in enumerate(hit.places)
+        )
+        local = req_status.num_locally_computed_tokens
+        self.device_blocks.plan(req_status.req.request_id, Adoption(local, hit.tokens, keys))
+
+    # -- loading -------------------------------------------------------------------------------
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """The request has its blocks: keep its hit alive, and load what the device lacks."""
+        status = self._req_status[request.request_id]
+        ours = self._requests[request.request_id]
+        hit, ours.hit = ours.hit, None
+        local = status.num_locally_computed_tokens
+        self._keep_alive(status, local + num_external_tokens)
+        if not num_external_tokens:
+            return
+        assert hit is not None and hit.tokens == local + num_external_tokens
+        keys: list[Any] = []
+        block_ids: list[int] = []
+        sizes: list[int] = []
+        starts: list[int] = []
+        status.load_key_ranges.clear()
+        for group, config in enumerate(self.config.kv_group_configs):
+            table, state = blocks.blocks[config.group_idx], status.group_states[group]
+            chunk_tokens = self.geometry[group].block_size_tokens
+            self._current_batch_allocated_block_ids.update(
+                block.block_id for block in table if not block.is_null
+            )
+            wanted = [
+                index
+                for index in sorted(hit.places[group])
+                if (index + 1) * chunk_tokens <= hit.tokens
+                and not table[index].is_null
+                and table[index].block_hash is None
+            ]
+            for index in wanted:
+                key = state.offload_keys[index]
+                keys.append(key)
+                block_ids.append(table[index].block_id)
+                status.load_key_ranges.append(
+                    (index * chunk_tokens, (index + 1) * chunk_tokens, key)
+                )
+            sizes.append(len(wanted))
+            starts.append(wanted[0] if wanted else 0)
+            if status.offloading_context.policy == OffloadPolicy.CHUNK_LEVEL:
+                state.next_stored_chunk_idx = hit.tokens // chunk_tokens
+        self.manager.adopted(
+            self.config.kv_group_configs[group].group_idx
+            for group, block in hit.at(Place.DEVICE)
+            if (block + 1) * self.geometry[group].block_size_tokens <= hit.tokens
+        )
+        self._submit_load(status, keys, GPULoadStoreSpec(block_ids, sizes, starts))
+
+    def _submit_load(self, status: Any, keys: list[Any], target: Any) -> None:
+        source = self.manager.prepare_load(keys, status.req_context)
+        job_id = self._generate_job_id()
+        request_id = status.req.request_id
+        self._current_batch_load_jobs[job_id] = TransferJob(
+            req_id=request_id, src_spec=source, dst_spec=target
+        )
+        assert not status.transfer_jobs, "a load starts when nothing else moves"
+        status.transfer_jobs.add(job_id)
+        self._jobs[job_id] = TransferJobStatus(
+            req_id=request_id,
+            pending_count=self.config.num_workers,
+            keys=set(keys),
+            is_store=False,
+        )
+        if self._chunks_being_loaded is not None:
+            self._chunks_being_loaded.update(keys)
+
+    def _keep_alive(self, status: Any, hit_tokens: int) -> None:
+        """Touch what a hit needed, from the head on: what is touched last is the first to die."""
+        hit_tokens = self.aligned(hit_tokens)
+        if not hit_tokens:
+            return
+        keys: list[tuple[int, Any]] = []
+        for group, state in zip(self.geometry, status.group_states, strict=True):
+            size, known = group.block_size_tokens, state.offload_keys
+            keys += [
+                ((block + 1) * size, known[block])
+                for block in blocks_for_hit(group, hit_tokens)
+                if block < len(known)
+            ]
+        keys.sort(key=lambda pair: pair[0])
+        self.manager.keep_alive([key for _, key in keys], status.req_context)
+
+    # -- storing -------------------------------------------------------------------------------
+
+    def _calc_num_offloadable_tokens(self, req_status: Any, num_computed_tokens: int) -> int:
+        """As upstream; it is what vLLM calls first when it looks for chunks of a request."""
+        self._storing = req_status
+        tokens: int = super()._calc_num_offloadable_tokens(req_status, num_computed_tokens)
+        return tokens
+
+    def _reachable_store_block_mask(
+        self, group_config: Any, start_chunk_idx: int, end_chunk_idx: int, *args: Any, **kwargs: Any
+    ) -> list[bool] | None:
+        """Which chunks of a group of the request at hand are stored; None: all."""
+        group = self.config.kv_group_configs.index(group_config)
+        geometry = self.geometry[group]
+        if geometry.is_full:
+            return None
+        status = self._storing
+        ours = self._requests[status.req.request_id]
+        self._extend_plan(ours, status.req, end_chunk_idx * geometry.block_size_tokens)
+        if status.req.is_finished():
+            ours.plan.finish(end_chunk_idx * geometry.block_size_tokens)
+        return [ours.plan.wanted(group, chunk) for chunk in range(start_chunk_idx, end_chunk_idx)]
+
+    def _final_swa_alignment_blocks(self, group_config: Any) -> int | None:
+        """None: upstream's own rule for the end of a request is not asked."""
+        return None
+
+    def _extend_plan(self, ours: _Request, request: Any, stored_tokens: int) -> None:
+        """Decide the points that windows up to ``stored_tokens`` may belong to."""
+        reach = max(
+            (g.window_blocks + g.lookahead_blocks) * g.block_size_tokens
+            for g in self.geometry
+            if not g.is_full
+        )
+        prompt = request.num_prompt_tokens
+        upto = max(prompt, stored_tokens + reach)
+        if upto - upto % self.unit_tokens <= ours.plan.planned_tokens:
+            return
+        starts: list[int] = []
+        if self.message_start_token_ids and BOUNDARY in self.rule.classes:
+            found = find_message_starts(
+                request.all_token_ids, self.message_start_token_ids, ours.scanned_tokens, prompt
+            )
+            starts = self.rule.thin_boundaries(found, 0) if found else []
+            ours.scanned_tokens = prompt
+        junction = getattr(request, "shared_prefix_boundary", 0)
+        ours.plan.extend(upto, prompt, [junction] if junction else [], starts)
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+        """As upstream, and offer the end of the turn before the request's blocks are free.
+
+        In the step after, when vLLM offers it, new requests may have been given its blocks: those
+        without a hash go first. A transfer that is registered by now is waited for in that case.
+        """
+        result: tuple[bool, dict[str, Any] | None] = super().request_finished(request)
+        if request.request_id in self._req_status and request.request_id in self._requests:
+            ended = SimpleNamespace(num_scheduled_tokens={}, finished_req_ids=[request.request_id])
+            self._early_jobs.update(self._build_store_jobs(ended))
+        return result
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """As upstream; requests that vLLM's half has let go of are let go of here."""
+        meta = super().build_connector_meta(scheduler_output)
+        meta.store_jobs.update(self._early_jobs)
+        self._early_jobs = {}
+        for request_id in scheduler_output.finished_req_ids or ():
+            self._requests.pop(request_id, None)
+            if self.device_blocks is not None:
+                self.device_blocks.plan(request_id, None)
+        return meta
+
+    def reset_cache(self) -> None:
+        """As upstream."""
+        super().reset_cache()
+        self._early_jobs = {}
