@@ -118,7 +118,7 @@ _TIERING_ROWS = (
         f"{_CPU}.shared_offload_region",
         "SharedOffloadRegion",
         "the mapping that is host memory",
-        has="cleanup create_next_worker_view fd",
+        has="_creator cleanup create_next_worker_view fd mmap_path",
     ),
     _call(
         f"{_CPU}.shared_offload_region",

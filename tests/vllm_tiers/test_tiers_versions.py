@@ -115,7 +115,9 @@ def test_host_memory_of_several_files_is_not_shared_as_one(monkeypatch, segments
     class Tier:
         share_memory = staticmethod(told.append)
 
-    region = Fake(fd=9) if segments is None else Fake(fd=9, _segments=segments)
+    region = Fake(fd=9, _creator=True)
+    if segments is not None:
+        region._segments = segments
     stock = Fake(primary_tier=Fake(_mmap_region=region), secondary_tiers=[Tier()])
     if segments is not None:
         stock._stop_tier_poll_thread = lambda: stopped.append(True)
