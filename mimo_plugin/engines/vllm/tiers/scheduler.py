@@ -429,7 +429,7 @@ class TieredScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         for request_id in scheduler_output.finished_req_ids or ():
             self._requests.pop(request_id, None)
             if self.device_blocks is not None:
-                self.device_blocks.plan(request_id, None)
+                self.device_blocks.forget(request_id)
         return meta
 
     def reset_cache(self) -> None:
