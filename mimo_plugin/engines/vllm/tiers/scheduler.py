@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import lcm
 from types import SimpleNamespace
@@ -436,18 +436,43 @@ class TieredScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """As upstream; requests that vLLM's half has let go of are let go of here."""
-        meta = super().build_connector_meta(scheduler_output)
+        meta = super().build_connector_meta(self._without_reloaded(scheduler_output))
         meta.store_jobs.update(self._early_jobs)
         self._early_jobs = {}
         for request_id in scheduler_output.finished_req_ids or ():
             self._requests.pop(request_id, None)
             if self.device_blocks is not None:
-                self.device_blocks.plan(request_id, None)
+                self.device_blocks.forget(request_id)
         return meta
 
+    def _without_reloaded(self, scheduler_output: Any) -> Any:
+        """Preempted requests that load already have nothing to flush, and vLLM trips over them.
+
+        A reset of the prefix cache preempts before the step, which may admit them again.
+        """
+        preempted = scheduler_output.preempted_req_ids
+        loading = {job.req_id for job in self._current_batch_load_jobs.values()}
+        if not preempted or loading.isdisjoint(preempted):
+            return scheduler_output
+        return replace(scheduler_output, preempted_req_ids=set(preempted) - loading)
+
     def reset_cache(self) -> None:
-        """As upstream; stores that no worker has heard of are forgotten, nothing waits for them."""
+        """As upstream, with what could go wrong afterwards taken out.
+
+        Stores that no worker has heard of are forgotten: nothing may wait for them. Blocks that may
+        have been given to others since they were offered are not offered again.
+        """
         for job_id in self._early_jobs:
             self._jobs.pop(job_id, None)
         self._early_jobs = {}
+        offered = {
+            request_id: [state.next_stored_chunk_idx for state in status.group_states]
+            for request_id, status in self._req_status.items()
+        }
         super().reset_cache()
+        for request_id, status in self._req_status.items():
+            for group, chunks in enumerate(offered[request_id]):
+                if not self.geometry[group].is_full:
+                    block_ids = status.group_states[group].block_ids
+                    gone = min(chunks, len(block_ids))
+                    block_ids[:gone] = [0] * gone
