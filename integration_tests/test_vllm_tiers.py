@@ -1,0 +1,386 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The feature ``tiers`` on real engines and real stores: the answers of stock, and exact bytes.
+
+The scripts are in ``tiers_probe.py``. Blocks are of 128 tokens, as the window, so that of a prompt
+of 1500 tokens a hit has 1408, and needs 11 blocks of full attention and one of each of six groups
+of windows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration_tests.side_by_side import start_all
+from tools.server import engine_environment
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+PROBE = Path(__file__).with_name("tiers_probe.py")
+TIMEOUT_S = 300
+LOGPROB_TOLERANCE = 1e-4
+WINDOW_TOKENS = BLOCK_TOKENS = 128
+FULL_LAYERS, WINDOW_LAYERS = 2, 12
+GROUPS = 7
+"""One of both full layers, six of two layers with windows."""
+LAYER_BLOCK_BYTES = BLOCK_TOKENS * 2 * 2 * 32 * 4
+"""Keys and values, two heads of 32, fp32."""
+BLOCK_BYTES = 2 * LAYER_BLOCK_BYTES
+HIT_TOKENS, FULL_BLOCKS = 1408, 11
+WINDOW_BLOCKS = GROUPS - 1
+IDEAL_BYTES = 34 * LAYER_BLOCK_BYTES
+"""Eleven blocks of two full layers, and one of twelve layers with windows."""
+HITS = {"full": 1408, "div1024": 1024, "div500": 384, "ext": 1408}
+
+MIXED = ("mixed", "mixed again", "mixed then from host")
+LEFT = [1, 1, 0, 0]
+"""Of requests; the last one goes with the step after it."""
+
+D2H, H2D = "vllm:kv_offload_store_bytes", "vllm:kv_offload_load_bytes"
+WRITTEN, READ = "vllm:kv_offload_tiering_write_bytes", "vllm:kv_offload_tiering_read_bytes"
+
+Answer = Mapping[str, Any]
+
+
+def probe(
+    model: Path,
+    folder: Path,
+    script: str,
+    options: Mapping[str, Any],
+    environment: Mapping[str, str] | None = None,
+) -> Any:
+    """Run one of the scripts in a process of its own."""
+    folder.mkdir()
+    more = dict(environment or {})
+    root = str(PROBE.parents[1])
+    more["PYTHONPATH"] = os.pathsep.join(
+        part for part in (root, more.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))) if part
+    )
+    done = subprocess.run(
+        [sys.executable, str(PROBE), str(model), script, str(folder), json.dumps(options)],
+        env=engine_environment(more),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model_factory: Callable[..., Path]) -> Path:
+    return tiny_model_factory(
+        layers=14, full_every=7, window_tokens=WINDOW_TOKENS, full_kv_heads=2, swa_kv_heads=2
+    )
+
+
+@pytest.fixture(scope="module")
+def socket_folder() -> Any:
+    # A socket's path may have 107 characters only.
+    folder = Path(tempfile.mkdtemp(prefix="mimo-"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def found(model: Path, socket_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What all scripts found, by their names here."""
+    folder = tmp_path_factory.mktemp("tiers")
+    small = {"features": ["tiers"], "blocks": 80}
+    ours = {**small, "features": ["kv", "scheduler", "tiers"]}
+    halves = {
+        "one": {
+            "unasked": {},
+            "copies": {"rounds": 10_000},
+            "stock": {},
+            "host": {},
+            "dense": {},
+            "host kv": {"script": "host", "features": ["kv", "scheduler", "tiers"]},
+            "rotation": {"host_gib": 40 * BLOCK_BYTES / (1 << 30)},
+        },
+        "two": {
+            "files": {},
+            "folders": {},
+            "redis": {"socket_folder": str(socket_folder), "requests": 30},
+            "keep_alive": {"capacity_gib": 34 * BLOCK_BYTES / (1 << 30)},
+            "pressed": small,
+            "pressed kv": {"script": "pressed", **ours},
+        },
+    }
+    starts = {
+        name: partial(probe, model, folder / name, "several", scripts)
+        for name, scripts in halves.items()
+    }
+    halves_found = start_all(starts)
+    return {**halves_found["one"], **halves_found["two"]}
+
+
+@pytest.fixture(scope="module")
+def stock(found: Any) -> Any:
+    return found["stock"]
+
+
+def check(answer: Answer, expected: Answer) -> None:
+    """The answer is stock's."""
+    assert answer["tokens"] == expected["tokens"]
+    assert answer["logprobs"] == pytest.approx(expected["logprobs"], abs=LOGPROB_TOLERANCE)
+
+
+def moved(answer: Answer, name: str) -> float:
+    return float(answer["moved"].get(name, 0))
+
+
+# --- what is stored -------------------------------------------------------------------------
+
+
+def test_a_prompt_end_alone_costs_the_ideal(found: Any) -> None:
+    cold = found["files"]["cold"]
+    assert moved(cold, D2H) == moved(cold, WRITTEN) == IDEAL_BYTES
+    assert found["files"]["pages"] == FULL_BLOCKS + WINDOW_BLOCKS
+
+
+def test_the_ladder_has_the_hits_of_a_window_everywhere_for_less(found: Any, stock: Any) -> None:
+    ladder, dense = found["host"], found["dense"]
+    assert moved(dense["cold"], D2H) == FULL_BLOCKS * GROUPS * BLOCK_BYTES
+    assert moved(ladder["cold"], D2H) <= 0.65 * moved(dense["cold"], D2H)
+    for name, tokens in HITS.items():
+        for each in (ladder, dense, found["host kv"]):
+            answer = each["hits"][name]
+            check(answer, stock[name])
+            assert answer["cached"] == tokens
+            assert moved(answer, H2D) == (tokens // BLOCK_TOKENS + WINDOW_BLOCKS) * BLOCK_BYTES
+            assert moved(answer, "mimo:tier_host_hit_tokens") == tokens
+
+
+def test_a_row_of_host_memory_is_what_a_group_fills(found: Any) -> None:
+    """B21: bytes used are those of the groups, and what is stored is loaded after a rotation."""
+    host = found["host"]
+    stored = moved(host["cold"], D2H)
+    assert host["used_bytes"] == stored == sum(host["chunks"].values()) * BLOCK_BYTES
+
+    turned = found["rotation"]
+    assert turned["groups"] == GROUPS and turned["rows"] == 40
+    need = 900 // BLOCK_TOKENS + WINDOW_BLOCKS
+    for at, (used_bytes, chunks) in enumerate(turned["rounds"]):
+        assert used_bytes == min(40, need * (at + 1)) * BLOCK_BYTES
+        assert sum(chunks.values()) * BLOCK_BYTES == used_bytes
+    last = turned["last"]
+    assert last["cached"] == 896 and moved(last, H2D) == need * BLOCK_BYTES
+    assert turned["first"]["cached"] == 0, "it made room"
+
+
+# --- a restart, then each store -------------------------------------------------------------
+
+
+def check_restart(run: Any, stock: Any) -> None:
+    """Stored by one engine, found by another: full attention and one window, nothing else."""
+    check(run["cold"], stock["full"])
+    answer = run["restart"]
+    check(answer, stock["full"])
+    assert answer["cached"] == HIT_TOKENS
+    assert moved(answer, READ) == moved(answer, H2D) == IDEAL_BYTES
+    assert moved(answer, "mimo:tier_hit_tokens") == HIT_TOKENS
+    assert moved(answer, "mimo:tier_host_hit_tokens") == 0
+
+
+@pytest.mark.parametrize("store", ["files", "folders", "redis"])
+def test_a_restart_is_answered_from_the_store(found: Any, stock: Any, store: str) -> None:
+    check_restart(found[store], stock)
+
+
+def test_a_restart_is_answered_from_mooncake(model: Path, stock: Any, tmp_path: Path) -> None:
+    from tests.tiers.mooncake_cluster import Cluster
+
+    cluster = Cluster(lease_ms=500, memory_mb=64)
+    try:
+        run = probe(model, tmp_path / "run", "mooncake", {"master": cluster.address})
+    finally:
+        cluster.close()
+    check_restart(run, stock)
+
+
+def test_pages_spread_over_folders_of_which_one_may_go(found: Any, stock: Any) -> None:
+    run = found["folders"]
+    assert min(run["pages"]) > 0 and sum(run["pages"]) * BLOCK_BYTES == moved(run["cold"], WRITTEN)
+    check(run["one lost"], stock["full"])
+    assert run["one lost"]["cached"] < HIT_TOKENS
+
+
+# --- repairs --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("run", ["host", "host kv"])
+def test_what_host_memory_lost_is_written_from_the_device(found: Any, stock: Any, run: str) -> None:
+    """Repair A: the windows went, the device has all."""
+    host = found[run]
+    assert host["A lost"] >= WINDOW_BLOCKS
+    check(host["A"], stock["full"])
+    assert host["A"]["cached"] == HIT_TOKENS and moved(host["A"], H2D) == 0
+    assert moved(host["A"], D2H) == WINDOW_BLOCKS * BLOCK_BYTES
+    check(host["A then from host"], stock["full"])
+    assert host["A then from host"]["cached"] == HIT_TOKENS
+
+
+def test_what_the_store_lost_is_written_again(found: Any, stock: Any) -> None:
+    """Repair B: found missing when the device or host memory answers."""
+    run = found["files"]
+    for name in ("B device", "B host"):
+        check(run[name], stock["full"])
+        assert run[name]["cached"] == HIT_TOKENS
+        assert moved(run[name], WRITTEN) == IDEAL_BYTES
+        assert moved(run[name], READ) == moved(run[name], D2H) == 0
+        assert moved(run[name], "mimo:tier_pages[repaired]") == FULL_BLOCKS + WINDOW_BLOCKS
+        assert run[f"{name} pages"] == FULL_BLOCKS + WINDOW_BLOCKS
+    assert moved(run["B device"], H2D) == 0 and moved(run["B host"], H2D) == IDEAL_BYTES
+    assert moved(run["B some"], WRITTEN) == 5 * BLOCK_BYTES
+    assert moved(run["B some again"], WRITTEN) == 0
+
+
+@pytest.mark.parametrize("run", ["host", "host kv"])
+def test_only_what_the_device_lost_is_loaded(found: Any, stock: Any, run: str) -> None:
+    """Repair C, a hole on the device, and host memory that lost what the device has."""
+    host = found[run]
+    for name in (
+        "C",
+        "C again",
+        "hole",
+        "hole again",
+        "mixed",
+        "mixed again",
+        "mixed then from host",
+    ):
+        check(host[name], stock["full"])
+        assert host[name]["cached"] == HIT_TOKENS, name
+    assert moved(host["C"], H2D) == WINDOW_BLOCKS * BLOCK_BYTES
+    assert moved(host["C again"], H2D) == moved(host["hole again"], H2D) == 0
+    assert host["hole lost"] == 3
+    # Along a tree, blocks behind the hole are gone with it.
+    assert moved(host["hole"], H2D) == (8 if run == "host kv" else 3) * BLOCK_BYTES
+    assert host["mixed lost"] == [3, 5]
+    assert moved(host["mixed"], H2D) == 5 * BLOCK_BYTES
+    assert moved(host["mixed again"], D2H) == 3 * BLOCK_BYTES
+
+
+# --- what may not be a hit ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("run", ["host", "host kv"])
+@pytest.mark.parametrize("name", ["B69 no windows", "B69 one group", "B69 no full"])
+def test_a_hit_is_what_all_groups_have(found: Any, stock: Any, run: str, name: str) -> None:
+    """B69: host memory holds some of the groups only."""
+    answer = found[run][name]
+    check(answer, stock["full"])
+    assert answer["cached"] == 0 and moved(answer, H2D) == 0
+
+
+def test_a_damaged_page_is_a_miss(found: Any, stock: Any) -> None:
+    run = found["files"]
+    for answer in run["damaged"]:
+        check(answer, stock["full"])
+        assert answer["cached"] < HIT_TOKENS
+        assert moved(answer, "mimo:tier_pages[damaged]") == 1
+    check(run["mended"], stock["full"])
+    assert run["mended"]["cached"] == HIT_TOKENS
+
+
+def test_what_is_restored_is_what_was_stored(found: Any) -> None:
+    """B67: the blocks are overwritten as soon as the store has been submitted."""
+    assert found["copies"]["wrong_bytes"] == 0 < found["copies"]["moved_bytes"]
+
+
+# --- keeping alive --------------------------------------------------------------------------
+
+
+def test_what_is_hot_on_the_device_outlives_cold_prompts_in_the_store(
+    found: Any, stock: Any
+) -> None:
+    kept, control = found["keep_alive"]["kept"], found["keep_alive"]["not kept"]
+    for run in (kept, control):
+        assert set(run["hits"]) == {HIT_TOKENS} and run["evicted"] > 0
+        check(run["restart"], stock["full"])
+    assert kept["restart"]["cached"] == HIT_TOKENS
+    assert control["restart"]["cached"] == 0
+    assert kept["calls"]["touch"] == [5, 5 * (FULL_BLOCKS + WINDOW_BLOCKS)]
+    assert "touch" not in control["calls"]
+
+
+# --- a store that dies ----------------------------------------------------------------------
+
+
+def test_a_killed_redis_costs_hits_and_no_request(found: Any, stock: Any) -> None:
+    run = found["redis"]
+    assert len(run["answers"]) == 30 and 5 < run["dead"] < 30 and run["failed calls"] > 0
+    for which, answer in run["answers"]:
+        check(answer, stock[f"short{which}"])
+    # The breaker's period is 2 s here; the request after it takes a moment.
+    assert run["recovered_s"] is not None and run["recovered_s"] < 2 + 3
+    assert run["leftovers"] == LEFT
+
+
+# --- chats ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("run", ["host", "host kv", "pressed", "pressed kv"])
+def test_the_next_turn_finds_the_end_of_the_last(found: Any, stock: Any, run: str) -> None:
+    mine, other = found[run]["chat"], stock["chat"]
+    check(mine["first"], other["first"])
+    check(mine["second"], other["second"])
+    end = (700 + 300 - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert mine["second"]["cached"] == end == moved(mine["second"], "mimo:tier_host_hit_tokens")
+    assert found[run]["leftovers"] == LEFT
+
+
+@pytest.mark.parametrize("run", ["pressed", "pressed kv"])
+def test_streams_in_a_small_pool_answer_as_stock_does(found: Any, stock: Any, run: str) -> None:
+    mine = found[run]
+    for answers, expected in zip(mine["streams"], stock["streams"], strict=True):
+        for answer, other in zip(answers, expected, strict=True):
+            check(answer, other)
+    assert mine["moved"]["vllm:num_preemptions"] > 0
+    assert mine["moved"]["mimo:tier_host_hit_tokens"] > 0
+    assert mine["moved"][H2D] > 0
+    ours = mine["coordinator"].startswith("mimo_plugin")
+    assert ours == (run == "pressed kv")
+
+
+# --- drafts ---------------------------------------------------------------------------------
+
+
+def test_with_drafts_device_and_host_memory_agree_on_hits(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """B68: a look-up for drafts needs a block more, in host memory as on the device."""
+    from integration_tests.copy_draft import make_copy_draft
+    from tools.model_runner_v2 import environment
+
+    lengths = [300, 257, 256, 255, 97]
+    model = make_copy_draft(tmp_path_factory.mktemp("drafts"))
+    run = probe(model, tmp_path / "run", "mtp", {"lengths": lengths}, environment())
+    assert max(run["lookahead"]) == 1
+    for at, expected in enumerate(run["stock"]):
+        cold, device, host = (run[name][at] for name in ("cold", "device", "host"))
+        for answer in (cold, device, host):
+            check(answer, expected)
+        assert cold["cached"] == 0
+        assert host["cached"] == device["cached"] > 0
+        assert moved(host, "mimo:tier_host_hit_tokens") == host["cached"]
+    assert run["leftovers"] == LEFT
+
+
+# --- off ------------------------------------------------------------------------------------
+
+
+def test_nothing_is_set_where_it_was_not_asked_for(found: Any) -> None:
+    assert found["unasked"] == [False, False, False]
+    assert not found["stock"]["connector"]
