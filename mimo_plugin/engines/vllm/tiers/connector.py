@@ -7,6 +7,7 @@ what is kept alive is decided here (``scheduler.py``).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from math import lcm
 from typing import Any
@@ -47,7 +48,8 @@ class MimoTieredConnector(OffloadingConnector):  # type: ignore[misc]
         if self.connector_scheduler is not None:
             manager = self.connector_scheduler.manager
             row_bytes = manager.primary_tier.get_kv_memoryview().strides[0]
-            manager.set_layout(layout_of(kv_cache_config, sizes, row_bytes))
+            layout = layout_of(kv_cache_config, sizes, row_bytes)
+            manager.set_layout(layout, facts_of(vllm_config))
             self._tiered = self._adopt(vllm_config)
         if self.connector_worker is not None:
             spec = self.connector_worker.spec
@@ -87,6 +89,18 @@ def layout_of(kv_cache_config: Any, sizes: Any, row_bytes: int) -> RowLayout:
         worker_row_bytes=sizes.worker_kv_bytes_per_block,
         row_bytes=row_bytes,
     )
+
+
+def facts_of(vllm_config: Any) -> dict[str, object]:
+    """What decides, beside shapes and names, which KV a block's hash stands for."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    return {
+        "revision": str(model.revision),
+        "quantization": str(model.quantization),
+        "hf_config": json.dumps(model.hf_config.to_dict(), sort_keys=True, default=str),
+        "attention_backend": str(vllm_config.attention_config.backend),
+        "hash_algorithm": str(cache.prefix_caching_hash_algo),
+    }
 
 
 def retention_rule(settings: TiersConfig, geometry: tuple[GroupGeometry, ...]) -> RetentionRule:
