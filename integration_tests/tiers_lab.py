@@ -21,6 +21,8 @@ MAX_BATCHED_TOKENS = 512
 OUTPUT_TOKENS = 16
 PATIENCE_S = 60.0
 WAIT_S = 0.02
+TOLD = ("direction", "kind", "what", "reason")
+"""Labels by which counters are kept apart."""
 
 DEVICE_TO_HOST, HOST_TO_DEVICE = "vllm:kv_offload_store_bytes", "vllm:kv_offload_load_bytes"
 TO_STORE, FROM_STORE = "vllm:kv_offload_tiering_write_bytes", "vllm:kv_offload_tiering_read_bytes"
@@ -40,6 +42,7 @@ PROMPTS = {
     "ext": HOT + tokens(7, 150),
 }
 """A prompt, two that part from it, and one that goes on behind it."""
+SHORT = [tokens(50 + at, 420) for at in range(4)]
 
 
 class Engine:
@@ -266,4 +269,7 @@ class Engine:
         tiered.update_state_after_alloc = update_state_after_alloc
 
 
-TOLD = ("direction", "kind", "what", "reason")
+def after_reset(engine: Engine, prompt: Sequence[int]) -> dict[str, Any]:
+    """What :meth:`Engine.measured` says with nothing on the device."""
+    engine.forget_device()
+    return engine.measured(prompt)
