@@ -164,7 +164,6 @@ def served(
         stop_all([server])
         server = start(name)
         found["restarted"] = talk(server)
-        settle(server) if False else None
         ask(server, "/v1/completions", {"prompt": [300] * 5, "max_tokens": 1})
         found["store_hit_tokens"] = server.metric("mimo:tier_hit_tokens_total")
         stop_all([server])
@@ -239,15 +238,17 @@ REFUSALS = {
         [ON, section(host_gib=1), OTHER_CONNECTOR], ["--kv-transfer-config", "OffloadingConnector"]
     ),
     "no host memory": Refusal([ON], ["mimo.tiers.host_gib", "GiB of host memory"]),
-    "little host memory": Refusal(
-        [ON, section(host_gib=1e-6)], ["mimo.tiers.host_gib", "at least one block"]
-    ),
     "no such place": Refusal(
-        [ON, section(host_gib=1, path="/proc/kv", capacity_gib=1)], ["/proc/kv"]
+        [ON, section(host_gib=1, store="redis", path="nowhere")], ["Redis URL", "redis://HOST"]
     ),
     "no capacity": Refusal([ON, section(host_gib=1, path="/tmp/kv")], ["mimo.tiers.capacity_gib"]),
     "no windows": Refusal([ON, section(host_gib=1)], ["0 sliding-window layers"]),
 }
+
+
+LITTLE = Refusal([ON, section(host_gib=1e-6)], [])
+"""How large a block is comes out in the engine's process only."""
+FOLDER = Refusal([ON, section(host_gib=1, path="/proc/kv", capacity_gib=1)], [])
 
 
 @pytest.fixture(scope="module")
@@ -259,9 +260,24 @@ def refused(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     config["hybrid_layer_pattern"] = [0] * len(config["hybrid_layer_pattern"])
     (plain / "config.json").write_text(json.dumps(config))
     refusals = {**REFUSALS, "no windows": replace(REFUSALS["no windows"], model=plain)}
-    return serve_all(tiny_model, refusals)
+    return serve_all(tiny_model, {**refusals, "little": LITTLE, "folder": FOLDER})
 
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_what_cannot_work_is_refused_in_one_line(refused: Any, name: str) -> None:
     check_refused(refused[name], REFUSALS[name].words)
+
+
+def test_host_memory_for_no_block_is_refused(refused: Any) -> None:
+    done = refused["little"]
+    log = done.stdout + done.stderr
+    assert done.returncode not in (0, None)
+    (line, *_) = [each for each in log.splitlines() if "mimo.tiers.host_gib: found 1e-06" in each]
+    assert "at least one block of" in line and "fix: give more host memory" in line
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(refused: Any) -> None:
+    done = refused["folder"]
+    line = done.stderr.strip().splitlines()[-1]
+    assert done.returncode not in (0, None) and "EngineCore" not in done.stdout + done.stderr
+    assert "page store /proc/kv" in line and "a folder that can be written to" in line
