@@ -55,7 +55,8 @@ def damage(engine, block):
     """Change one byte of the page of a full block."""
     tier = engine.store_tier
     (text,) = tier.texts([engine.keys(0)[block]])
-    path = tier.store._store._path(text)
+    guarded = getattr(tier.store, "stores", {"": tier.store}).values()
+    (path,) = [path for each in guarded if (path := each._store._path(text)).exists()]
     data = bytearray(path.read_bytes())
     data[random.Random(block).randrange(len(data))] ^= 0x10
     path.write_bytes(data)
