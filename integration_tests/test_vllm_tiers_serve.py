@@ -242,13 +242,21 @@ REFUSALS = {
         [ON, section(host_gib=1, store="redis", path="nowhere")], ["Redis URL", "redis://HOST"]
     ),
     "no capacity": Refusal([ON, section(host_gib=1, path="/tmp/kv")], ["mimo.tiers.capacity_gib"]),
-    "no windows": Refusal([ON, section(host_gib=1)], ["0 sliding-window layers"]),
 }
+UNFIT = {
+    "no windows": Refusal(
+        [ON, section(host_gib=1)], ["0 sliding-window layers", "leave tiers out"]
+    ),
+    "folder": Refusal(
+        [ON, section(host_gib=1, path="/proc/kv", capacity_gib=1)],
+        ["page store /proc/kv", "needed: a folder that can be written to"],
+    ),
+}
+"""What is the matter lies outside the settings."""
 
 
 LITTLE = Refusal([ON, section(host_gib=1e-6)], [])
 """How large a block is comes out in the engine's process only."""
-FOLDER = Refusal([ON, section(host_gib=1, path="/proc/kv", capacity_gib=1)], [])
 
 
 @pytest.fixture(scope="module")
@@ -259,8 +267,9 @@ def refused(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     config = json.loads((plain / "config.json").read_text())
     config["hybrid_layer_pattern"] = [0] * len(config["hybrid_layer_pattern"])
     (plain / "config.json").write_text(json.dumps(config))
-    refusals = {**REFUSALS, "no windows": replace(REFUSALS["no windows"], model=plain)}
-    return serve_all(tiny_model, {**refusals, "little": LITTLE, "folder": FOLDER})
+    refusals = {**REFUSALS, **UNFIT, "little": LITTLE}
+    refusals["no windows"] = replace(UNFIT["no windows"], model=plain)
+    return serve_all(tiny_model, refusals)
 
 
 @pytest.mark.parametrize("name", REFUSALS)
@@ -276,8 +285,10 @@ def test_host_memory_for_no_block_is_refused(refused: Any) -> None:
     assert "at least one block of" in line and "fix: give more host memory" in line
 
 
-def test_a_folder_that_cannot_be_written_to_is_refused(refused: Any) -> None:
-    done = refused["folder"]
+@pytest.mark.parametrize("name", UNFIT)
+def test_where_it_cannot_work_it_is_refused_in_one_line(refused: Any, name: str) -> None:
+    done = refused[name]
     line = done.stderr.strip().splitlines()[-1]
-    assert done.returncode not in (0, None) and "EngineCore" not in done.stdout + done.stderr
-    assert "page store /proc/kv" in line and "a folder that can be written to" in line
+    assert done.returncode not in (0, None)
+    assert all(word in line for word in UNFIT[name].words), line
+    assert "EngineCore" not in done.stdout + done.stderr
