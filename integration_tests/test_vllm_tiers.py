@@ -81,6 +81,8 @@ class Found(dict[str, Any]):
     """What scripts found, by their names; one that failed fails whoever asks for it."""
 
     def __getitem__(self, name: str) -> Any:
+        if name == "redis" and name not in self:
+            pytest.skip(no_redis() or "")
         run = super().__getitem__(name)
         assert not isinstance(run, dict) or "failed" not in run, run["failed"]
         return run
@@ -91,6 +93,18 @@ def model(tiny_model_factory: Callable[..., Path]) -> Path:
     return tiny_model_factory(
         layers=14, full_every=7, window_tokens=WINDOW_TOKENS, full_kv_heads=2, swa_kv_heads=2
     )
+
+
+def no_redis() -> str | None:
+    """Why no Redis server can be had here, None if it can."""
+    from tests.tiers.test_redis_store import executable
+
+    try:
+        executable()
+        pytest.importorskip("redis", reason="no Redis client here")
+    except pytest.skip.Exception as reason:
+        return str(reason)
+    return None
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +140,8 @@ def found(model: Path, socket_folder: Path, tmp_path_factory: pytest.TempPathFac
             "pressed kv": {"script": "pressed", **ours},
         },
     }
+    if no_redis():
+        del halves["two"]["redis"]
     starts = {
         name: partial(probe, model, folder / name, "several", scripts)
         for name, scripts in halves.items()
