@@ -8,26 +8,17 @@ of windows.
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from integration_tests.side_by_side import start_all
-from tools.server import engine_environment
+from integration_tests.copy_draft import make_copy_draft
+from integration_tests.tiers_runs import Runs, run_all
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-PROBE = Path(__file__).with_name("tiers_probe.py")
-TIMEOUT_S = 300
 LOGPROB_TOLERANCE = 1e-4
 WINDOW_TOKENS = BLOCK_TOKENS = 128
 FULL_LAYERS, WINDOW_LAYERS = 2, 12
@@ -51,43 +42,6 @@ WRITTEN, READ = "vllm:kv_offload_tiering_write_bytes", "vllm:kv_offload_tiering_
 Answer = Mapping[str, Any]
 
 
-def probe(
-    model: Path,
-    folder: Path,
-    script: str,
-    options: Mapping[str, Any],
-    environment: Mapping[str, str] | None = None,
-) -> Any:
-    """Run one of the scripts in a process of its own."""
-    folder.mkdir()
-    more = dict(environment or {})
-    root = str(PROBE.parents[1])
-    more["PYTHONPATH"] = os.pathsep.join(
-        part for part in (root, more.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))) if part
-    )
-    done = subprocess.run(
-        [sys.executable, str(PROBE), str(model), script, str(folder), json.dumps(options)],
-        env=engine_environment(more),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
-    return json.loads(done.stdout.strip().splitlines()[-1])
-
-
-class Found(dict[str, Any]):
-    """What scripts found, by their names; one that failed fails whoever asks for it."""
-
-    def __getitem__(self, name: str) -> Any:
-        if name == "redis" and name not in self:
-            pytest.skip(no_redis() or "")
-        run = super().__getitem__(name)
-        assert not isinstance(run, dict) or "failed" not in run, run["failed"]
-        return run
-
-
 @pytest.fixture(scope="module")
 def model(tiny_model_factory: Callable[..., Path]) -> Path:
     return tiny_model_factory(
@@ -95,63 +49,15 @@ def model(tiny_model_factory: Callable[..., Path]) -> Path:
     )
 
 
-def no_redis() -> str | None:
-    """Why no Redis server can be had here, None if it can."""
-    from tests.tiers.test_redis_store import executable
-
-    try:
-        executable()
-        pytest.importorskip("redis", reason="no Redis client here")
-    except pytest.skip.Exception as reason:
-        return str(reason)
-    return None
+@pytest.fixture(scope="module")
+def found(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """What all scripts found, by their names."""
+    drafting = make_copy_draft(tmp_path_factory.mktemp("drafting"))
+    return run_all(model, drafting, tmp_path_factory.mktemp("tiers"), BLOCK_BYTES)
 
 
 @pytest.fixture(scope="module")
-def socket_folder() -> Any:
-    # A socket's path may have 107 characters only.
-    folder = Path(tempfile.mkdtemp(prefix="mimo-"))
-    yield folder
-    shutil.rmtree(folder)
-
-
-@pytest.fixture(scope="module")
-def found(model: Path, socket_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What all scripts found, by their names here."""
-    folder = tmp_path_factory.mktemp("tiers")
-    small = {"features": ["tiers"], "blocks": 80}
-    ours = {**small, "features": ["kv", "scheduler", "tiers"]}
-    halves = {
-        "one": {
-            "unasked": {},
-            "copies": {"rounds": 10_000},
-            "stock": {},
-            "host": {},
-            "dense": {},
-            "host kv": {"script": "host", "features": ["kv", "scheduler", "tiers"]},
-            "rotation": {"host_gib": 40 * BLOCK_BYTES / (1 << 30)},
-        },
-        "two": {
-            "files": {},
-            "folders": {},
-            "redis": {"socket_folder": str(socket_folder), "requests": 30},
-            "keep_alive": {"capacity_gib": 34 * BLOCK_BYTES / (1 << 30)},
-            "pressed": small,
-            "pressed kv": {"script": "pressed", **ours},
-        },
-    }
-    if no_redis():
-        del halves["two"]["redis"]
-    starts = {
-        name: partial(probe, model, folder / name, "several", scripts)
-        for name, scripts in halves.items()
-    }
-    halves_found = start_all(starts)
-    return Found({**halves_found["one"], **halves_found["two"]})
-
-
-@pytest.fixture(scope="module")
-def stock(found: Any) -> Any:
+def stock(found: Runs) -> Any:
     return found["stock"]
 
 
@@ -168,13 +74,13 @@ def moved(answer: Answer, name: str) -> float:
 # --- what is stored -------------------------------------------------------------------------
 
 
-def test_a_prompt_end_alone_costs_the_ideal(found: Any) -> None:
+def test_a_prompt_end_alone_costs_the_ideal(found: Runs) -> None:
     cold = found["files"]["cold"]
     assert moved(cold, D2H) == moved(cold, WRITTEN) == IDEAL_BYTES
     assert found["files"]["pages"] == FULL_BLOCKS + WINDOW_BLOCKS
 
 
-def test_the_ladder_has_the_hits_of_a_window_everywhere_for_less(found: Any, stock: Any) -> None:
+def test_the_ladder_has_the_hits_of_a_window_everywhere_for_less(found: Runs, stock: Any) -> None:
     ladder, dense = found["host"], found["dense"]
     assert moved(dense["cold"], D2H) == FULL_BLOCKS * GROUPS * BLOCK_BYTES
     assert moved(ladder["cold"], D2H) <= 0.65 * moved(dense["cold"], D2H)
@@ -187,7 +93,7 @@ def test_the_ladder_has_the_hits_of_a_window_everywhere_for_less(found: Any, sto
             assert moved(answer, "mimo:tier_host_hit_tokens") == tokens
 
 
-def test_a_row_of_host_memory_is_what_a_group_fills(found: Any) -> None:
+def test_a_row_of_host_memory_is_what_a_group_fills(found: Runs) -> None:
     """B21: bytes used are those of the groups, and what is stored is loaded after a rotation."""
     host = found["host"]
     stored = moved(host["cold"], D2H)
@@ -207,7 +113,7 @@ def test_a_row_of_host_memory_is_what_a_group_fills(found: Any) -> None:
 # --- a restart, then each store -------------------------------------------------------------
 
 
-def check_restart(run: Any, stock: Any) -> None:
+def check_restart(run: Runs, stock: Any) -> None:
     """Stored by one engine, found by another: full attention and one window, nothing else."""
     check(run["cold"], stock["full"])
     answer = run["restart"]
@@ -218,23 +124,12 @@ def check_restart(run: Any, stock: Any) -> None:
     assert moved(answer, "mimo:tier_host_hit_tokens") == 0
 
 
-@pytest.mark.parametrize("store", ["files", "folders", "redis"])
-def test_a_restart_is_answered_from_the_store(found: Any, stock: Any, store: str) -> None:
+@pytest.mark.parametrize("store", ["files", "folders", "redis", "mooncake"])
+def test_a_restart_is_answered_from_the_store(found: Runs, stock: Any, store: str) -> None:
     check_restart(found[store], stock)
 
 
-def test_a_restart_is_answered_from_mooncake(model: Path, stock: Any, tmp_path: Path) -> None:
-    from tests.tiers.mooncake_cluster import Cluster
-
-    cluster = Cluster(lease_ms=500, memory_mb=64)
-    try:
-        run = probe(model, tmp_path / "run", "mooncake", {"master": cluster.address})
-    finally:
-        cluster.close()
-    check_restart(run, stock)
-
-
-def test_pages_spread_over_folders_of_which_one_may_go(found: Any, stock: Any) -> None:
+def test_pages_spread_over_folders_of_which_one_may_go(found: Runs, stock: Any) -> None:
     run = found["folders"]
     assert min(run["pages"]) > 0 and sum(run["pages"]) * BLOCK_BYTES == moved(run["cold"], WRITTEN)
     check(run["one lost"], stock["full"])
@@ -245,7 +140,9 @@ def test_pages_spread_over_folders_of_which_one_may_go(found: Any, stock: Any) -
 
 
 @pytest.mark.parametrize("run", ["host", "host kv"])
-def test_what_host_memory_lost_is_written_from_the_device(found: Any, stock: Any, run: str) -> None:
+def test_what_host_memory_lost_is_written_from_the_device(
+    found: Runs, stock: Any, run: str
+) -> None:
     """Repair A: the windows went, the device has all."""
     host = found[run]
     assert host["A lost"] >= WINDOW_BLOCKS
@@ -256,7 +153,7 @@ def test_what_host_memory_lost_is_written_from_the_device(found: Any, stock: Any
     assert host["A then from host"]["cached"] == HIT_TOKENS
 
 
-def test_what_the_store_lost_is_written_again(found: Any, stock: Any) -> None:
+def test_what_the_store_lost_is_written_again(found: Runs, stock: Any) -> None:
     """Repair B: found missing when the device or host memory answers."""
     run = found["files"]
     for name in ("B device", "B host"):
@@ -272,7 +169,7 @@ def test_what_the_store_lost_is_written_again(found: Any, stock: Any) -> None:
 
 
 @pytest.mark.parametrize("run", ["host", "host kv"])
-def test_only_what_the_device_lost_is_loaded(found: Any, stock: Any, run: str) -> None:
+def test_only_what_the_device_lost_is_loaded(found: Runs, stock: Any, run: str) -> None:
     """Repair C: windows; and a hole in full attention."""
     host = found[run]
     for name in ("C", "C again", "hole", "hole again"):
@@ -287,7 +184,7 @@ def test_only_what_the_device_lost_is_loaded(found: Any, stock: Any, run: str) -
     assert moved(host["C again"], H2D) == moved(host["hole again"], H2D) == 0
 
 
-def test_device_and_host_memory_complete_each_other(found: Any, stock: Any) -> None:
+def test_device_and_host_memory_complete_each_other(found: Runs, stock: Any) -> None:
     """Each has lost what the other has; the next hit on the device mends host memory."""
     host = found["host"]
     assert host["mixed lost"] == [3, 5]
@@ -304,14 +201,14 @@ def test_device_and_host_memory_complete_each_other(found: Any, stock: Any) -> N
 
 @pytest.mark.parametrize("run", ["host", "host kv"])
 @pytest.mark.parametrize("name", ["B69 no windows", "B69 one group", "B69 no full"])
-def test_a_hit_is_what_all_groups_have(found: Any, stock: Any, run: str, name: str) -> None:
+def test_a_hit_is_what_all_groups_have(found: Runs, stock: Any, run: str, name: str) -> None:
     """B69: host memory holds some of the groups only."""
     answer = found[run][name]
     check(answer, stock["full"])
     assert answer["cached"] == 0 and moved(answer, H2D) == 0
 
 
-def test_a_damaged_page_is_a_miss(found: Any, stock: Any) -> None:
+def test_a_damaged_page_is_a_miss(found: Runs, stock: Any) -> None:
     run = found["files"]
     for answer in run["damaged"]:
         check(answer, stock["full"])
@@ -321,7 +218,7 @@ def test_a_damaged_page_is_a_miss(found: Any, stock: Any) -> None:
     assert run["mended"]["cached"] == HIT_TOKENS
 
 
-def test_what_is_restored_is_what_was_stored(found: Any) -> None:
+def test_what_is_restored_is_what_was_stored(found: Runs) -> None:
     """B67: the blocks are overwritten as soon as the store has been submitted."""
     assert found["copies"]["wrong_bytes"] == 0 < found["copies"]["moved_bytes"]
 
@@ -330,7 +227,7 @@ def test_what_is_restored_is_what_was_stored(found: Any) -> None:
 
 
 def test_what_is_hot_on_the_device_outlives_cold_prompts_in_the_store(
-    found: Any, stock: Any
+    found: Runs, stock: Any
 ) -> None:
     kept, control = found["keep_alive"]["kept"], found["keep_alive"]["not kept"]
     for run in (kept, control):
@@ -345,7 +242,7 @@ def test_what_is_hot_on_the_device_outlives_cold_prompts_in_the_store(
 # --- a store that dies ----------------------------------------------------------------------
 
 
-def test_a_killed_redis_costs_hits_and_no_request(found: Any, stock: Any) -> None:
+def test_a_killed_redis_costs_hits_and_no_request(found: Runs, stock: Any) -> None:
     run = found["redis"]
     assert len(run["answers"]) == 30 and 5 < run["dead"] < 30 and run["failed calls"] > 0
     for which, answer in run["answers"]:
@@ -358,8 +255,8 @@ def test_a_killed_redis_costs_hits_and_no_request(found: Any, stock: Any) -> Non
 # --- chats ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("run", ["host", "host kv", "pressed", "pressed kv"])
-def test_the_next_turn_finds_the_end_of_the_last(found: Any, stock: Any, run: str) -> None:
+@pytest.mark.parametrize("run", ["host", "host kv"])
+def test_the_next_turn_finds_the_end_of_the_last(found: Runs, stock: Any, run: str) -> None:
     mine, other = found[run]["chat"], stock["chat"]
     check(mine["first"], other["first"])
     check(mine["second"], other["second"])
@@ -369,7 +266,7 @@ def test_the_next_turn_finds_the_end_of_the_last(found: Any, stock: Any, run: st
 
 
 @pytest.mark.parametrize("run", ["pressed", "pressed kv"])
-def test_streams_in_a_small_pool_answer_as_stock_does(found: Any, stock: Any, run: str) -> None:
+def test_streams_in_a_small_pool_answer_as_stock_does(found: Runs, stock: Any, run: str) -> None:
     mine = found[run]
     for answers, expected in zip(mine["streams"], stock["streams"], strict=True):
         for answer, other in zip(answers, expected, strict=True):
@@ -377,6 +274,7 @@ def test_streams_in_a_small_pool_answer_as_stock_does(found: Any, stock: Any, ru
     assert mine["moved"]["vllm:num_preemptions"] > 0
     assert mine["moved"]["mimo:tier_host_hit_tokens"] > 0
     assert mine["moved"][H2D] > 0
+    assert mine["leftovers"] == LEFT
     ours = mine["coordinator"].startswith("mimo_plugin")
     assert ours == (run == "pressed kv")
 
@@ -384,16 +282,9 @@ def test_streams_in_a_small_pool_answer_as_stock_does(found: Any, stock: Any, ru
 # --- drafts ---------------------------------------------------------------------------------
 
 
-def test_with_drafts_device_and_host_memory_agree_on_hits(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_with_drafts_device_and_host_memory_agree_on_hits(found: Runs) -> None:
     """B68: a look-up for drafts needs a block more, in host memory as on the device."""
-    from integration_tests.copy_draft import make_copy_draft
-    from tools.model_runner_v2 import environment
-
-    lengths = [300, 257, 256, 255, 97]
-    model = make_copy_draft(tmp_path_factory.mktemp("drafts"))
-    run = probe(model, tmp_path / "run", "mtp", {"lengths": lengths}, environment())
+    run = found["mtp"]
     assert max(run["lookahead"]) == 1
     for at, expected in enumerate(run["stock"]):
         cold, device, host = (run[name][at] for name in ("cold", "device", "host"))
@@ -408,6 +299,6 @@ def test_with_drafts_device_and_host_memory_agree_on_hits(
 # --- off ------------------------------------------------------------------------------------
 
 
-def test_nothing_is_set_where_it_was_not_asked_for(found: Any) -> None:
+def test_nothing_is_set_where_it_was_not_asked_for(found: Runs) -> None:
     assert found["unasked"] == [False, False, False]
     assert not found["stock"]["connector"]

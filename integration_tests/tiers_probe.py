@@ -157,8 +157,6 @@ def pressed(model, folder, options):
     moved = engine.counters()
     moved.subtract(before)
     found["moved"] = dict(moved)
-    engine.forget_device()
-    found["chat"] = chat(engine)
     found["leftovers"] = engine.leftovers()
     found["coordinator"] = type(engine.scheduler.kv_cache_manager.coordinator).__module__
     engine.close()

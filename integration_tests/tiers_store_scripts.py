@@ -97,7 +97,7 @@ def redis(model, folder, options):
     from mimo_plugin.core.circuit import CircuitRule
     from tests.tiers.test_redis_store import Server
 
-    server = Server(Path(options["socket_folder"]))
+    server = Server(Path(options["place"]))
 
     def killed(engine):
         ring = engine.store_tier.store
@@ -143,7 +143,7 @@ def redis(model, folder, options):
 def mooncake(model, folder, options):
     """A real Mooncake: a master, and a process that holds the memory."""
     return store_and_restart(
-        model, {"store": "mooncake", "path": f"mooncake://{options['master']}?buffer_mib=32"}
+        model, {"store": "mooncake", "path": f"mooncake://{options['place']}?buffer_mib=32"}
     )
 
 
