@@ -38,7 +38,7 @@ def parse(tiers):
         ({"host_swa_share": 0}, ("mimo.tiers.host_swa_share", "> 0 and < 1")),
         ({"host_swa_share": 1}, ("mimo.tiers.host_swa_share",)),
         ({"verify": 1}, ("mimo.tiers.verify", "true or false")),
-        ({"store": "mooncke"}, ("mimo.tiers.store", "did you mean 'mooncake'?")),
+        ({"store": "moon"}, ("mimo.tiers.store", "did you mean 'mooncake'?")),
         ({"capacity_gb": 1}, ("did you mean 'capacity_gib'?",)),
     ],
 )
