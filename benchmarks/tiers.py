@@ -42,7 +42,7 @@ MODEL = tiny_mimo.TinyMiMo(
 )
 HOST_GIB = 0.5
 #: host memory of engines whose hits are to come from a store
-SMALL_HOST_GIB = 0.03
+SMALL_HOST_GIB = 0.012
 LEASE_S, TOUCH_S = 10.0, 1.0
 LIMIT_S = 1500.0
 DENSE: dict[str, Any] = {"prefix_cache_retention_interval": None}
@@ -97,22 +97,30 @@ def failing_jobs(model: str, quick: bool) -> list[Job]:
     kills = {"seed": 0, "requests": 24, "prefixes": 4, "kills": 2}
     if not quick:
         kills = {"seed": 0, "requests": 200, "prefixes": 12, "kills": 6}
-    lost = {"seed": 0, "prompts": 3 if quick else 12}
-    ring = {"host_gib": HOST_GIB}
+    small = {"host_gib": SMALL_HOST_GIB}
     return [
-        Job("ring_file", "ring", model, settings=ring, options=lost | {"store": "file"}),
-        Job("ring_redis", "ring", model, settings=ring, options=lost | {"store": "redis"}),
+        *(
+            Job(
+                f"ring_{store}_{seed}",
+                "ring",
+                model,
+                settings={"host_gib": HOST_GIB},
+                options={"seed": seed, "prompts": 4 if quick else 10, "store": store},
+            )
+            for seed in range(1 if quick else 2)
+            for store in ("file", "redis")
+        ),
         Job("kills_reference", "reference", model, options=kills),
-        Job("kills", "kills", model, settings={"host_gib": SMALL_HOST_GIB}, options=kills),
+        Job("kills", "kills", model, settings=small, options=kills),
     ]
 
 
 def keep_alive_jobs(model: str, quick: bool, stack: ExitStack) -> list[Job]:
     """A hot prompt in Mooncake, ours and with vLLM's manager over the same kind of store."""
-    options = {"seed": 0, "cold": 10 if quick else 24}
+    options = {"seed": 0, "cold": 8 if quick else 24}
     jobs = []
     for name in ("keepalive", "keepalive_stock"):
-        store = stack.enter_context(Mooncake(24 if quick else 48, LEASE_S))
+        store = stack.enter_context(Mooncake(16 if quick else 48, LEASE_S))
         place = {"store": "mooncake", "path": store.address}
         settings: dict[str, Any] | None = {"host_gib": HOST_GIB, "touch_interval_s": TOUCH_S}
         connector = None
@@ -168,7 +176,9 @@ def seeds_of(jobs: list[Job]) -> dict[str, list[int]]:
         "prompt_end_bytes_vs_ideal": sizes["seeds"],
         "keepalive_fraction": one,
         "repair_excess_bytes": one,
-        "ring_lose_one_hit_fraction": one,
+        "ring_lose_one_hit_fraction": sorted(
+            {job.options["seed"] for job in jobs if job.scenario == "ring"}
+        ),
         "kill9_failed_requests": one,
     }
 

@@ -13,13 +13,13 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 MAX_BATCHED_TOKENS, MAX_MODEL_LEN = 512, 4096
-SETTLE_S, STILL_S, PAUSE_S = 30.0, 0.2, 0.02
+SETTLE_S, STILL_S, PAUSE_S = 30.0, 0.15, 0.02
 #: shorter than a block, so nothing of it is stored
 NUDGE = [300] * 20
 
@@ -120,6 +120,15 @@ class Probe:
         if job.settings is not None:
             assert type(self.connector).__name__ == "TieredScheduler", "the feature is not on"
         self.manager: Any = getattr(self.connector, "manager", None)
+        self.longest_prompt: Any = None
+        self._add_request = self.scheduler.add_request
+        self.scheduler.add_request = self._seen
+
+    def _seen(self, request: Any) -> None:
+        self._add_request(request)
+        longest = self.longest_prompt
+        if longest is None or request.num_prompt_tokens >= longest.num_prompt_tokens:
+            self.longest_prompt = request
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -204,18 +213,29 @@ class Probe:
                 count += 1
         return count
 
-    def device_blocks(self, group: int) -> list[Any]:
-        """Cached blocks of a group on the device that nobody uses, in the order of block ids."""
-        from vllm.v1.core.kv_cache_utils import get_group_id
+    def device_blocks(self, group: int, positions: Iterable[int] | None = None) -> list[Any]:
+        """Cached blocks of a group on the device, all copies.
 
-        return [
+        Args:
+            group: as vLLM counts them.
+            positions: of the longest prompt so far, in blocks; None: any.
+        """
+        from vllm.v1.core.kv_cache_utils import get_group_id, make_block_hash_with_group_id
+
+        wanted = None
+        if positions is not None:
+            hashes = [self.longest_prompt.block_hashes[position] for position in positions]
+            wanted = {make_block_hash_with_group_id(each, group) for each in hashes}
+        found = [
             block
             for block in self.scheduler.kv_cache_manager.block_pool.blocks
             if block.block_hash is not None
             and not block.is_null
-            and block.ref_cnt == 0
             and get_group_id(block.block_hash) == group
+            and (wanted is None or block.block_hash in wanted)
         ]
+        assert all(block.ref_cnt == 0 for block in found), "somebody uses them"
+        return found
 
     def drop_device(self, blocks: Sequence[Any]) -> int:
         """Take cached blocks away from the device."""

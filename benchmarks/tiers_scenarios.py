@@ -22,6 +22,8 @@ PROMPT_TOKENS, TAIL_TOKENS = 1500, 150
 CHAT_TURNS, CHAT_SYSTEMS, FORK = 5, 2, 0.2
 STORES = 3
 KILL_OUTPUTS = 6
+#: the killed store is started again after so long
+DEAD_S = 1.5
 
 
 def tokens(rng: random.Random, count: int) -> list[int]:
@@ -110,45 +112,44 @@ def _chats(probe: Probe, seed: int, count: int) -> dict[str, Any]:
 
 
 def repairs(job: Job) -> dict[str, Any]:
-    """Take something away from one tier, ask again, and compare what moves with what is missing."""
+    """Take something away from one tier, ask again, and compare what moves with what is missing.
+
+    Missing is what the hit needs: its prefix in full attention, one window of each other group.
+    """
     probe = Probe(job)
     folder, pattern = Path(job.options["folder"]), job.options["pattern"]
     prompt = prompts(job.options["seed"])["full"]
-    row = probe.row_bytes
     windows = [g.group_idx for g in probe.groups() if g.sliding_window_size_in_chunks is not None]
     (full,) = [g.group_idx for g in probe.groups() if g.group_idx not in windows]
     first = probe.ask(prompt)
     probe.settle()
     found: dict[str, Any] = {}
 
-    def repair(name: str, missing_bytes: int, counter: str) -> None:
+    def repair(name: str, missing_rows: int, counter: str) -> None:
         answer, moved = probe.during(lambda: probe.ask(prompt))
         found[name] = {
-            "missing_bytes": missing_bytes,
+            "missing_bytes": missing_rows * probe.row_bytes,
             "moved_bytes": moved[counter],
             "hit_tokens": answer.cached_tokens,
             "right": answer.same(first),
             "moved": moved,
         }
 
-    gone = probe.drop_host(lambda group: group in windows)
-    repair("A: host memory lost its windows", _window_rows(probe, gone) * row, STORED)
+    prefix = len(probe.device_blocks(full))
+    probe.drop_host(lambda group: group in windows)
+    repair("A: host memory lost the windows", len(windows), STORED)
     files = list(folder.rglob(pattern))
     for file in files:
         file.unlink()
-    repair("B: the store lost everything", len(files) * row, WRITTEN)
-    gone = sum(probe.drop_device(probe.device_blocks(group)) for group in windows)
-    repair("C: the device lost its windows", len(windows) * row, LOADED)
+    repair("B: the store lost everything", prefix + len(windows), WRITTEN)
+    for group in windows:
+        assert probe.drop_device(probe.device_blocks(group))
+    repair("C: the device lost the windows", len(windows), LOADED)
     repair("C again: nothing is missing", 0, LOADED)
-    hole = sorted(probe.device_blocks(full), key=lambda block: block.block_id)[3:6]
-    gone = probe.drop_device(hole)
-    repair("D: a hole in the device's prefix", gone * row, LOADED)
+    probe.drop_device(probe.device_blocks(full, range(3, 6)))
+    repair("D: the device's prefix has a hole", 3, LOADED)
     probe.close()
     return {"repairs": found, "files": len(files)}
-
-
-def _window_rows(probe: Probe, gone: int) -> int:
-    return gone
 
 
 # -- a store that fails ------------------------------------------------------------------------
@@ -276,15 +277,19 @@ def _kills(job: Job, server: Redis) -> dict[str, Any]:
     answers: list[Answer] = []
     failed = 0
 
+    one_by_one = threading.Lock()
+    killers: list[threading.Timer] = []
+
     def kill() -> None:
-        server.kill()
-        time.sleep(rng.uniform(0.0, 3.0))
-        server.start()
+        with one_by_one:
+            server.kill()
+            time.sleep(DEAD_S)
+            server.start()
 
     for number, batch in enumerate(batches):
-        killer = threading.Timer(rng.uniform(0.0, 0.4), kill)
         if number in killed_at:
-            killer.start()
+            killers.append(threading.Timer(rng.uniform(0.0, 0.4), kill))
+            killers[-1].start()
         probe.llm.reset_prefix_cache()
         try:
             answers += probe.ask_all(batch, KILL_OUTPUTS)
@@ -292,8 +297,8 @@ def _kills(job: Job, server: Redis) -> dict[str, Any]:
             failed += len(batch)
             answers += [Answer(0, (), ())] * len(batch)
             print(f"a request failed: {error!r}", flush=True)
-        if number in killed_at:
-            killer.join()
+    for killer in killers:
+        killer.join()
     stats = tier.stats()
     found = {
         "answers": [[list(a.tokens), list(a.logprobs)] for a in answers],

@@ -75,8 +75,8 @@ def results():
         "keepalive_stock_restarted": {"hit_tokens": 0},
         "repairs": moves(a=100, b=100),
         "repairs_stock": moves(a=130, b=0),
-        "ring_file": ring(70, 300),
-        "ring_redis": ring(65, 200),
+        "ring_file_0": ring(70, 300),
+        "ring_redis_0": ring(66, 200),
         "kills_reference": {"answers": [[[1, 2], [-0.5, -0.25]], [[3], [-1.0]]]},
         "kills": {
             "answers": [[[1, 2], [-0.5, -0.25]], [[3], [-1.0]]],
@@ -100,7 +100,7 @@ def test_every_claim_of_the_issue_is_written_in_the_projects_format():
     for claim in found.values():
         assert claim.keys() >= {"id", "value", "stock", "bound", "unit", "seeds", "how"}
     values = [claim["value"] for claim in found.values()]
-    assert values == [0.6, 1.0, 1.0, 1.0, 0, 0.65, 0]
+    assert values == [0.6, 1.0, 1.0, 1.0, 0, 0.68, 0]
     stock = [claim["stock"] for claim in found.values()]
     assert stock == [1.0, 0.5, 4.0, 0.0, 130, 0.0, None]
 
