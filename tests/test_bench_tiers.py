@@ -174,10 +174,16 @@ def test_a_prompt_that_parts_from_another_finds_a_rung_or_nothing():
     assert replay(third, "t", "prompt ends", None).hit_tokens == 0
 
 
-def test_a_full_store_drops_what_was_used_longest_ago_the_end_first():
+def test_a_full_store_drops_what_was_used_longest_ago():
     tb = (2 * 8 * UNIT_TOKENS * FULL_BYTES + 2 * WINDOW_TOKENS * SWA_BYTES) / 1e12
     one, two, three = (request(range(start, start + 8)) for start in (0, 100, 200))
     kept = replay([one, two, one, three, one], "t", "prompt ends", tb)
     assert kept.hit_tokens == 2 * 8 * UNIT_TOKENS
     lost = replay([one, two, one, three, two], "t", "prompt ends", tb)
     assert lost.hit_tokens == 8 * UNIT_TOKENS
+
+
+def test_the_beginning_of_a_prefix_dies_last():
+    tb = 12 * UNIT_TOKENS * (FULL_BYTES + SWA_BYTES) / 1e12
+    one, two = request(range(8)), request(range(100, 108))
+    assert replay([one, two, one], "t", "dense", tb).hit_tokens == 4 * UNIT_TOKENS
