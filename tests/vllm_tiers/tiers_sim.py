@@ -100,9 +100,7 @@ class Shape:
         """vLLM's groups; all pages are alike."""
         unit = max(self.full, self.swa)
         common = {"head_size": 8, "dtype": _bfloat16()}
-        full = FullAttentionSpec(
-            block_size=self.full, num_kv_heads=2 * unit // self.full, **common
-        )
+        full = FullAttentionSpec(block_size=self.full, num_kv_heads=2 * unit // self.full, **common)
         swa = SlidingWindowSpec(
             block_size=self.swa,
             num_kv_heads=2 * unit // self.swa,
@@ -502,9 +500,7 @@ class TiersSim:
         self.tier = tiers_below[0] if tiers_below else None
         spec = SimpleNamespace(
             replicated_layout=False,
-            config=SimpleNamespace(
-                canonical_layout=False, parallel=SimpleNamespace(rank=0)
-            ),
+            config=SimpleNamespace(canonical_layout=False, parallel=SimpleNamespace(rank=0)),
         )
         self.worker = OffloadingConnectorWorker(spec, config, cache)
         self.copies = self.worker.worker = Copies(self)
@@ -574,8 +570,7 @@ class TiersSim:
 
     def read_row(self, group: int, row: int, block: int) -> None:
         names = {
-            self.memory[row, first : first + TAG].tobytes()
-            for first, _ in self.layout.parts[group]
+            self.memory[row, first : first + TAG].tobytes() for first, _ in self.layout.parts[group]
         }
         owner, slots = self.contents.get(names.pop(), (-1, [None] * self.sizes[group]))
         self.device[block] = (owner, list(slots)) if not names else (-1, [None])
