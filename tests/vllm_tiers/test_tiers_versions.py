@@ -69,6 +69,7 @@ def test_within_a_step_it_is_held_already(scheduler, monkeypatch):
 def test_a_reset_waits_for_no_store_that_was_never_sent(scheduler, monkeypatch):
     scheduler._jobs = {3: "sent", 7: "early"}
     scheduler._early_jobs = {7: "job"}
+    scheduler._req_status = {}
     fenced = []
     monkeypatch.setattr(
         OffloadingConnectorScheduler, "reset_cache", lambda self: fenced.extend(self._jobs)

@@ -239,7 +239,7 @@ class MimoCoordinator(HybridKVCacheCoordinator):  # type: ignore[misc]
                 start = at
         if start >= stop:
             return
-        # What a hit of lower tiers took over from the device is hashed, and its span died meanwhile.
+        # What a hit of lower tiers took over from the device is hashed; its span died.
         bare = [block.block_hash is None for block in table[start:stop]]
         for block, is_bare in zip(table[start:stop], bare, strict=True):
             if not is_bare:
