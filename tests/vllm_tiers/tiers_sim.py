@@ -100,9 +100,7 @@ class Shape:
         """vLLM's groups; all pages are alike."""
         unit = max(self.full, self.swa)
         common = {"head_size": 8, "dtype": _bfloat16()}
-        full = FullAttentionSpec(
-            block_size=self.full, num_kv_heads=2 * unit // self.full, **common
-        )
+        full = FullAttentionSpec(block_size=self.full, num_kv_heads=2 * unit // self.full, **common)
         swa = SlidingWindowSpec(
             block_size=self.swa,
             num_kv_heads=2 * unit // self.swa,
@@ -133,6 +131,7 @@ class Setup:
         plugin: the features kv and scheduler.
         overlap: AsyncScheduler, a step in flight.
         drafts: tokens of a draft model that are verified in a step.
+        must_fit: requests are admitted only where all of their prompt fits.
     """
 
     shape: Shape = Shape()
@@ -147,6 +146,7 @@ class Setup:
     retention: int | None = 0
     classes: tuple[str, ...] = tuple(CLASSES)
     outputs: bool = True
+    must_fit: bool = True
 
 
 @lru_cache(maxsize=8)
@@ -452,6 +452,7 @@ class TiersSim:
         config.scheduler_config.max_num_scheduled_tokens = None
         config.scheduler_config.max_num_seqs = setup.requests
         config.scheduler_config.async_scheduling = setup.overlap
+        config.scheduler_config.scheduler_reserve_full_isl = setup.must_fit
         config.cache_config.num_gpu_blocks = setup.blocks
         config.cache_config.prefix_cache_retention_interval = setup.retention
         config.kv_transfer_config = KVTransferConfig(
@@ -502,9 +503,7 @@ class TiersSim:
         self.tier = tiers_below[0] if tiers_below else None
         spec = SimpleNamespace(
             replicated_layout=False,
-            config=SimpleNamespace(
-                canonical_layout=False, parallel=SimpleNamespace(rank=0)
-            ),
+            config=SimpleNamespace(canonical_layout=False, parallel=SimpleNamespace(rank=0)),
         )
         self.worker = OffloadingConnectorWorker(spec, config, cache)
         self.copies = self.worker.worker = Copies(self)
@@ -574,8 +573,7 @@ class TiersSim:
 
     def read_row(self, group: int, row: int, block: int) -> None:
         names = {
-            self.memory[row, first : first + TAG].tobytes()
-            for first, _ in self.layout.parts[group]
+            self.memory[row, first : first + TAG].tobytes() for first, _ in self.layout.parts[group]
         }
         owner, slots = self.contents.get(names.pop(), (-1, [None] * self.sizes[group]))
         self.device[block] = (owner, list(slots)) if not names else (-1, [None])
