@@ -131,6 +131,7 @@ class Setup:
         plugin: the features kv and scheduler.
         overlap: AsyncScheduler, a step in flight.
         drafts: tokens of a draft model that are verified in a step.
+        must_fit: requests are admitted only where all of their prompt fits.
     """
 
     shape: Shape = Shape()
@@ -145,6 +146,7 @@ class Setup:
     retention: int | None = 0
     classes: tuple[str, ...] = tuple(CLASSES)
     outputs: bool = True
+    must_fit: bool = True
 
 
 @lru_cache(maxsize=8)
@@ -450,6 +452,7 @@ class TiersSim:
         config.scheduler_config.max_num_scheduled_tokens = None
         config.scheduler_config.max_num_seqs = setup.requests
         config.scheduler_config.async_scheduling = setup.overlap
+        config.scheduler_config.scheduler_reserve_full_isl = setup.must_fit
         config.cache_config.num_gpu_blocks = setup.blocks
         config.cache_config.prefix_cache_retention_interval = setup.retention
         config.kv_transfer_config = KVTransferConfig(

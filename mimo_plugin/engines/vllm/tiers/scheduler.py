@@ -187,7 +187,16 @@ class TieredScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
             if missing <= 0:
                 break
             # Host memory can't hold it all at once: as long a hit as it can hold.
+            # But not shorter than what is there already.
+            here = joint_hit(
+                self.geometry,
+                self.unit_tokens,
+                local,
+                hit.tokens - self.unit_tokens,
+                partial(self._where, req_status, known, True, {}),
+            )
             limit = hit.tokens - max(1, missing // self._rows_per_unit()) * self.unit_tokens
+            limit = max(limit, here.tokens)
             if not asked.fetches:
                 self.manager.accounting.cut(hit.tokens - max(limit, local))
         self._fetch(req_status, asked, hit, below)
