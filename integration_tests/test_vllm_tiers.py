@@ -244,11 +244,13 @@ def test_what_is_hot_on_the_device_outlives_cold_prompts_in_the_store(
 
 def test_a_killed_redis_costs_hits_and_no_request(found: Runs, stock: Any) -> None:
     run = found["redis"]
-    assert len(run["answers"]) == 30 and 5 < run["dead"] < 30 and run["failed calls"] > 0
+    assert len(run["answers"]) == 40 and run["kills"] > 3 and run["failed calls"] > 0
+    assert run["dead"] > 5, "requests while it was dead"
+    assert sum(answer["cached"] > 0 for _, answer in run["answers"]) > 5
     for which, answer in run["answers"]:
         check(answer, stock[f"short{which}"])
-    # The breaker's period is 2 s here; the request after it takes a moment.
-    assert run["recovered_s"] is not None and run["recovered_s"] < 2 + 3
+    # The breaker's period is 1 s here; what comes after it stores, and the next request hits.
+    assert run["recovered_s"] is not None and run["recovered_s"] < 1 + 3
     assert run["leftovers"] == LEFT
 
 
@@ -302,3 +304,18 @@ def test_with_drafts_device_and_host_memory_agree_on_hits(found: Runs) -> None:
 def test_nothing_is_set_where_it_was_not_asked_for(found: Runs) -> None:
     assert found["unasked"] == [False, False, False]
     assert not found["stock"]["connector"]
+
+
+REFUSALS = {
+    "no host memory": ("mimo.tiers.host_gib: found None", 'fix: set "host_gib": 64'),
+    "no capacity": ("mimo.tiers.capacity_gib: found None", "fix: say how much"),
+    "no such server": ("Redis URL", "redis://HOST:PORT/DB"),
+    "no such folder": ("page store /proc/kv", "a folder that can be written to"),
+    "of the other engine": ("mimo.tiers.host_swa_share: found 0.5", "fix: remove it"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_cannot_work_is_refused_before_the_model_is_loaded(found: Runs, name: str) -> None:
+    said = found["refusals"][name]
+    assert "\n" not in said and all(word in said for word in REFUSALS[name]), said

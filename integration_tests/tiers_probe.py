@@ -188,7 +188,7 @@ MTP_OUTPUT_TOKENS = 16
 
 
 def unasked(model, folder, options):
-    """Connector of the configuration that each ``additional_config`` leads to."""
+    """Whether each ``additional_config`` leads to a connector."""
     from vllm.engine.arg_utils import EngineArgs
 
     found = []
@@ -196,6 +196,22 @@ def unasked(model, folder, options):
         more = {} if section is None else {"additional_config": {"mimo": section}}
         config = EngineArgs(model=model, **more).create_engine_config()
         found.append(config.kv_transfer_config is not None)
+    return found
+
+
+def refusals(model, folder, options):
+    """What is said, before any engine, of sections ``tiers``, by their names in ``options``."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from mimo_plugin.errors import MimoError
+
+    found = {}
+    for name, tiers in options.items():
+        section = {"mimo": {"features": ["tiers"], "tiers": tiers}}
+        try:
+            EngineArgs(model=model, additional_config=section).create_engine_config()
+        except MimoError as error:
+            found[name] = str(error)
     return found
 
 
@@ -230,6 +246,7 @@ SCRIPTS = {
         mtp,
         copies,
         unasked,
+        refusals,
         several,
     )
 }

@@ -24,6 +24,14 @@ from tools.server import engine_environment
 PROBE = Path(__file__).with_name("tiers_probe.py")
 TIMEOUT_S = 400
 FAILED, SKIPPED = "failed", "skipped"
+REFUSED = {
+    "no host memory": {},
+    "no capacity": {"host_gib": 1, "path": "/tmp/kv"},
+    "no such server": {"host_gib": 1, "store": "redis", "path": "nowhere"},
+    "no such folder": {"host_gib": 1, "path": "/proc/kv", "capacity_gib": 1},
+    "of the other engine": {"host_gib": 1, "host_swa_share": 0.5},
+}
+"""Sections that end the start."""
 OURS = ["kv", "scheduler", "tiers"]
 
 
@@ -124,6 +132,7 @@ def run_all(model: Path, drafting: Path, folder: Path, block_bytes: int) -> Runs
     parts: dict[str, dict[str, dict[str, Any]]] = {
         "one": {
             "unasked": {},
+            "refusals": REFUSED,
             "copies": {"rounds": 10_000},
             "stock": {},
             "host": {},
@@ -142,7 +151,7 @@ def run_all(model: Path, drafting: Path, folder: Path, block_bytes: int) -> Runs
     found = Runs()
     with ExitStack() as stack:
         for name, enter, settings in (
-            ("redis", redis_folder, {"requests": 30}),
+            ("redis", redis_folder, {"requests": 40}),
             ("mooncake", mooncake_master, {}),
         ):
             try:

@@ -2,13 +2,14 @@
 """Scripts of :mod:`tiers_probe` with a store below host memory."""
 
 import random
+import threading
 import time
 from pathlib import Path
 
 from integration_tests.tiers_lab import HOT, SHORT, Engine, after_reset, tokens
 
 COLD_PROMPTS = 5
-PERIOD_S = 2.0
+PERIOD_S = 1.0
 """For which the breaker leaves a store alone in these scripts, at most."""
 
 
@@ -105,17 +106,24 @@ def redis(model, folder, options):
         for store in stores:
             store._circuit._rule = CircuitRule(period_s=PERIOD_S)
         rng = random.Random(1)
-        answers, dead, failures = [], 0, engine.counters()["mimo:tier_failed_calls"]
-        for at in range(options["requests"]):
-            alive = server.process.poll() is None
-            if alive and rng.random() < 0.25:
-                server.kill()
-            elif not alive and rng.random() < 0.3:
-                server.start()
+        answers, kills, dead = [], 0, 0
+        failures = engine.counters()["mimo:tier_failed_calls"]
+        for _ in range(options["requests"]):
+            which = rng.randrange(2)
+            if rng.random() < 0.6:
+                engine.forget_host()
+            killer = None
+            if server.process.poll() is not None:
+                if rng.random() < 0.5:
+                    server.start()
+            elif rng.random() < 0.25:
+                kills += 1
+                killer = threading.Timer(0.3 * rng.random(), server.kill)
+                killer.start()
+            answers.append([which, engine.ask(SHORT[which])])
+            if killer is not None:
+                killer.join()
             dead += server.process.poll() is not None
-            if rng.random() < 0.5:
-                assert engine.llm.reset_prefix_cache(reset_connector=True)
-            answers.append([at % len(SHORT), engine.ask(SHORT[at % len(SHORT)])])
         if server.process.poll() is not None:
             server.start()
         back_s = time.monotonic()
@@ -123,10 +131,11 @@ def redis(model, folder, options):
         recovered = None
         while recovered is None and time.monotonic() < end_s:
             engine.forget_host()
-            if engine.measured(HOT)["moved"].get("mimo:tier_hit_tokens"):
+            if engine.measured(SHORT[0])["moved"].get("mimo:tier_hit_tokens"):
                 recovered = time.monotonic() - back_s
         return {
             "answers": answers,
+            "kills": kills,
             "dead": dead,
             "failed calls": engine.counters()["mimo:tier_failed_calls"] - failures,
             "recovered_s": recovered,
