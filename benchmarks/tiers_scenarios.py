@@ -278,8 +278,9 @@ def kills(job: Job) -> dict[str, Any]:
 def _kills(job: Job, server: Redis) -> dict[str, Any]:
     probe = Probe(job)
     tier = _store_tier(probe)
-    assert isinstance(tier.store, Breaker)
-    tier.store._clock_s = lambda: BREAKER_PACE * time.monotonic()
+    (breaker,) = tier.store.stores.values()
+    assert isinstance(breaker, Breaker)
+    breaker._clock_s = lambda: BREAKER_PACE * time.monotonic()
     batches = list(streams(job))
     rng = random.Random(job.options["seed"] + 1)
     killed_at = set(rng.sample(range(1, len(batches)), job.options["kills"]))
