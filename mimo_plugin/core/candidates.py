@@ -35,6 +35,8 @@ class Policy:
         ageing: weight of a candidate's age, by rank (see :func:`rank_of`).
         leaf_exponent: how much slower the end of a long chat ages than that of a short one (see
             :func:`ageing_weight`); 0: not at all.
+        keep_unreachable: full blocks that no checkpoint makes reachable keep their hash until their
+            memory is needed, because tiers below may hold a window for them.
     """
 
     swa_limit_blocks: int
@@ -43,6 +45,7 @@ class Policy:
     block_tokens: int = 16
     ageing: Mapping[str, float] = field(default_factory=lambda: AGEING)
     leaf_exponent: float = 0.0
+    keep_unreachable: bool = False
 
 
 #: clock at last use, sequence, node, the node's stamp when pushed (stale if it moved on)

@@ -7,7 +7,7 @@
 4. only if nothing else is left: blocks in the middle of a prefix, deepest span first.
 
 Full blocks that no live checkpoint makes reachable are dropped at once: they become blocks without
-a hash.
+a hash. With ``Policy.keep_unreachable`` they are doomed instead.
 
 Age is the number of cache events since the last use. A checkpoint that a later one of the same
 chat replaces ages faster than the end of a chat (only an edit would want it), and checkpoints that

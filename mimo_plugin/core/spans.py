@@ -3,7 +3,7 @@
 
 A checkpoint that loses a block is gone; blocks that only it needed follow. A span that loses a
 full block takes everything below it along. Full blocks that no checkpoint makes reachable are
-dropped at once.
+dropped at once, or are the next to die where a window may come from a tier below.
 """
 
 from __future__ import annotations
@@ -243,7 +243,11 @@ class SpanLedger(BlockLedger):
             return None
         if node.free_swa and (node.dead or node.swa is None):
             self._doom_swa(node)
-        if node.dead or (not node.children and node.swa is None):
+        unreachable = not node.children and node.swa is None
+        if unreachable and self.policy.keep_unreachable and not node.dead:
+            self._doom_full(node)
+            return None
+        if node.dead or unreachable:
             return self._abandon(node)
         if node.free_swa or (not node.children and node.free_full):
             self._candidates.push(node)

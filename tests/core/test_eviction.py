@@ -15,6 +15,9 @@ from tests.core.engine_model import EngineModel
 
 STEPS = 100_000
 
+#: what no checkpoint makes reachable is dropped at once, or kept until its memory is needed
+both_ways = pytest.mark.parametrize("keep", [False, True], ids=["dropped", "kept"])
+
 
 def check_free_list(model: EngineModel) -> None:
     """Free + used is the pool, and each free block has exactly one place."""
@@ -35,26 +38,29 @@ def check_counts(model: EngineModel) -> None:
     assert +claimed == +counted
 
 
+@both_ways
 @pytest.mark.parametrize("blocks", [17, 48])
-def test_b60_free_and_used_are_the_pool_after_each_of_many_steps(blocks: int) -> None:
-    model = EngineModel(blocks, seed=60)
-    for _ in range(STEPS // 2):
+def test_b60_free_and_used_are_the_pool_after_each_of_many_steps(blocks: int, keep: bool) -> None:
+    model = EngineModel(blocks, seed=60, keep_unreachable=keep)
+    for _ in range(STEPS // 4):
         model.random_step()
         check_free_list(model)
     assert model.evicted, "the pool was never full"
 
 
+@both_ways
 @pytest.mark.parametrize("seed", range(4))
-def test_counts_equal_a_recount(seed: int) -> None:
-    model = EngineModel(40, seed=seed, window_blocks=1 + seed)
+def test_counts_equal_a_recount(seed: int, keep: bool) -> None:
+    model = EngineModel(40, seed=seed, window_blocks=1 + seed, keep_unreachable=keep)
     for _ in range(5000):
         model.random_step()
         check_counts(model)
 
 
-def test_every_block_can_be_handed_out_again() -> None:
-    for seed in range(150):
-        model = EngineModel(24, seed=seed)
+@both_ways
+def test_every_block_can_be_handed_out_again(keep: bool) -> None:
+    for seed in range(75):
+        model = EngineModel(24, seed=seed, keep_unreachable=keep)
         for _ in range(150):
             model.random_step()
         for request in list(model.running):
@@ -129,10 +135,11 @@ def test_nothing_useful_dies_while_something_useless_is_free(seed: int) -> None:
     assert not wrong, f"{len(wrong)} of {useful_deaths}: {wrong[:3]}"
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_a_full_block_never_dies_before_the_checkpoint_it_serves(seed: int) -> None:
+@both_ways
+@pytest.mark.parametrize("seed", range(3))
+def test_a_full_block_never_dies_before_the_checkpoint_it_serves(seed: int, keep: bool) -> None:
     """What is evicted first of a reachable prefix is its checkpoint, never a block below it."""
-    model = EngineModel(40, seed=seed)
+    model = EngineModel(40, seed=seed, keep_unreachable=keep)
     wrong: list[str] = []
 
     def watch() -> Callable[[int], None]:
@@ -165,9 +172,24 @@ def test_a_full_block_never_dies_before_the_checkpoint_it_serves(seed: int) -> N
     assert not wrong, f"{len(wrong)}: {wrong[:3]}"
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_checkpoint_the_tree_believes_in_can_be_hit(seed: int) -> None:
-    model = EngineModel(40, seed=seed)
+def test_what_no_checkpoint_reaches_stays_until_its_memory_is_needed() -> None:
+    """A window may come from a tier below; until then the blocks are the next to die."""
+    left = {}
+    for keep in (False, True):
+        model = EngineModel(40, seed=3, keep_unreachable=keep)
+        unreachable = []
+        for _ in range(3000):
+            model.random_step(invalidate=False)
+            _, useless = useful(model)
+            unreachable.append(len({b for b in useless if model.key_of[b][0] == "f"}))
+        left[keep] = sum(unreachable)
+    assert left[True] > 1.5 * left[False]
+
+
+@both_ways
+@pytest.mark.parametrize("seed", range(10))
+def test_a_checkpoint_the_tree_believes_in_can_be_hit(seed: int, keep: bool) -> None:
+    model = EngineModel(40, seed=seed, keep_unreachable=keep)
     tree = model.order.tree
     for _ in range(1500):
         model.random_step(invalidate=False)

@@ -24,6 +24,7 @@ from vllm.v1.kv_offload.base import (  # noqa: E402
     OffloadKey,
     ReqContext,
     ScheduleEndContext,
+    get_offload_group_idx,
     make_offload_key,
 )
 from vllm.v1.kv_offload.config import (  # noqa: E402
@@ -56,10 +57,6 @@ def key(number: int, group: int = 0) -> OffloadKey:
     """A key of a group, by its position."""
     name = hashlib.sha256(f"block {number}".encode()).digest()
     return make_offload_key(name, LAYOUT.group_ids[group])
-
-
-def group_of(some_key: OffloadKey) -> int:
-    return LAYOUT.position(int.from_bytes(some_key[-4:], "big"))
 
 
 def offloading_config(**changes: Any) -> OffloadingConfig:
@@ -113,9 +110,10 @@ class Tiers:
         rows: int = 64,
         config: OffloadingConfig | None = None,
         touch_interval_s: float = 30.0,
+        layout: RowLayout = LAYOUT,
         **more: Any,
     ) -> None:
-        self.now_s = 0.0
+        self.now_s, self.layout = 0.0, layout
         self.closed = False
         self.region = SharedOffloadRegion(
             engine_id=uuid.uuid4().hex,
@@ -138,7 +136,7 @@ class Tiers:
             touch_interval_s=touch_interval_s,
             clock_s=lambda: self.now_s,
         )
-        self.manager.set_layout(LAYOUT)
+        self.manager.set_layout(layout)
         self.tier: Any = tiers[0] if tiers else None
         self._contexts = 0
         self._noise = random.Random(1)
@@ -216,21 +214,26 @@ class Tiers:
     def _write(self, some_key: OffloadKey, row: int, data: bytes) -> None:
         self.memory[row] = np.frombuffer(self._noise.randbytes(ROW_BYTES), np.uint8)
         start = 0
-        for first, last in LAYOUT.parts[group_of(some_key)]:
+        for first, last in self._parts(some_key):
             part = data[start : start + last - first]
             self.memory[row, first:last] = np.frombuffer(part, np.uint8)
             start += last - first
         assert start == len(data)
 
     def _read(self, some_key: OffloadKey, row: int) -> bytes:
-        parts = LAYOUT.parts[group_of(some_key)]
+        parts = self._parts(some_key)
         return b"".join(self.memory[row, first:last].tobytes() for first, last in parts)
+
+    def _parts(self, some_key: OffloadKey) -> tuple[tuple[int, int], ...]:
+        return self.layout.parts[self.layout.position(get_offload_group_idx(some_key))]
 
     # -- the rest ------------------------------------------------------------------------------
 
     def forget_host(self) -> None:
-        """Host memory loses all it has."""
+        """Host memory loses all it has, bytes too."""
         self.manager.reset_cache()
+        noise = self._noise.randbytes(self.memory.size)
+        self.memory[:] = np.frombuffer(noise, np.uint8).reshape(self.memory.shape)
 
     def counts(self) -> dict[tuple[str, ...], float]:
         """What was counted, since the last call."""
@@ -246,4 +249,5 @@ class Tiers:
 
 def data_of(some_key: OffloadKey) -> bytes:
     """Bytes of a key's page, which no other key has."""
-    return random.Random(some_key).randbytes(LAYOUT.group_bytes(group_of(some_key)))
+    group = LAYOUT.position(get_offload_group_idx(some_key))
+    return random.Random(some_key).randbytes(LAYOUT.group_bytes(group))

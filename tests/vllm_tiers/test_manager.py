@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ def store():
 @pytest.fixture
 def tiers(start, files, store, monkeypatch):
     """Tiers of which host memory and the store have the keys."""
-    monkeypatch.setattr(store_tier, "_open_store", lambda config: RingStore({"it": store}))
+    monkeypatch.setattr(store_tier, "open_store", lambda config, where: RingStore({"it": store}))
     made = start(files)
     made.store(KEYS, DATA)
     made.settle()
@@ -118,6 +119,7 @@ def test_what_is_not_ready_in_host_memory_is_not_read(tiers, store):
     assert not calls(store, "put")
     tiers.manager.complete_store(output.keys_to_store, context, success=False)
     tiers.finish(context)
+    assert not any(name[0] == "tier_host_bytes" for name in tiers.counts())
 
 
 class Held(MemoryStore):
@@ -136,7 +138,7 @@ def test_what_is_about_to_be_written_is_not_written_twice(start, files, monkeypa
     fault = Fault()
     fault.hangs = True
     store = Held(fault)
-    monkeypatch.setattr(store_tier, "_open_store", lambda config: RingStore({"it": store}))
+    monkeypatch.setattr(store_tier, "open_store", lambda config, where: RingStore({"it": store}))
     tiers = start(files)
     tiers.store(KEYS, DATA)
     fault.wait_for(1)
@@ -150,11 +152,32 @@ def test_what_is_about_to_be_written_is_not_written_twice(start, files, monkeypa
     assert ("tier_pages", "repaired") not in tiers.counts()
 
 
+def test_what_was_written_after_it_was_found_missing_is_not_written_again(
+    start, files, monkeypatch
+):
+    fault = Fault()
+    fault.hangs = True
+    store = Held(fault)
+    monkeypatch.setattr(store_tier, "open_store", lambda config, where: RingStore({"it": store}))
+    tiers = start(files)
+    tiers.store(KEYS, DATA)
+    fault.wait_for(1)
+    tiers.step()
+    tiers.keep_alive(KEYS)
+    while not tiers.tier._keep_alive._missing:
+        time.sleep(0.001)
+    fault.let_go()
+    while not tiers.tier._transfers._finished:
+        time.sleep(0.001)
+    tiers.settle()
+    assert sorted(sum(calls(store, "put"), [])) == sorted(tiers.tier.texts(KEYS))
+
+
 def test_a_store_that_does_not_answer_is_not_repaired(start, files, monkeypatch):
     """That it finds nothing says nothing about what it has."""
     fault = Fault()
     store = MemoryStore(before=fault)
-    monkeypatch.setattr(store_tier, "_open_store", lambda config: Breaker(store, "it"))
+    monkeypatch.setattr(store_tier, "open_store", lambda config, where: Breaker(store, "it"))
     tiers = start(files)
     tiers.store(KEYS, DATA)
     tiers.settle()
@@ -168,7 +191,7 @@ def test_a_store_that_does_not_answer_is_not_repaired(start, files, monkeypatch)
 
 def test_repairs_are_bounded_by_the_rows_that_may_wait(start, files, monkeypatch):
     store = MemoryStore()
-    monkeypatch.setattr(store_tier, "_open_store", lambda config: RingStore({"it": store}))
+    monkeypatch.setattr(store_tier, "open_store", lambda config, where: RingStore({"it": store}))
     tiers = start(files, rows=40)
     most = int(WAITING_PART * 40)
     keys = [key(number) for number in range(30)]
@@ -233,7 +256,7 @@ def test_touch_is_keep_alive(tiers, store):
 def test_reset_with_repairs_under_way(start, files, monkeypatch):
     fault = Fault()
     store = Held(fault)
-    monkeypatch.setattr(store_tier, "_open_store", lambda config: Breaker(store, "it"))
+    monkeypatch.setattr(store_tier, "open_store", lambda config, where: Breaker(store, "it"))
     tiers = start(files)
     tiers.store(KEYS, DATA)
     tiers.settle()

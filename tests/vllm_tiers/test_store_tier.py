@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from vllm.v1.kv_offload.base import LookupResult, ReqContext
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 
 from mimo_plugin.engines.vllm.tiers import store_tier
+from mimo_plugin.engines.vllm.tiers.layout import RowLayout
 from mimo_plugin.engines.vllm.tiers.store_tier import WAITING_PART, guarded
 from mimo_plugin.errors import ConfigError
 from mimo_plugin.tiers.breaker import Breaker, BreakerLimits
@@ -72,6 +74,37 @@ def test_only_a_groups_own_bytes_are_stored(start, files):
     filled = sum(map(len, DATA))
     assert (tiers.memory == 7).sum() >= tiers.memory.size - filled
     assert filled < len(KEYS) * ROW_BYTES / 4
+
+
+def test_b21_bytes_are_counted_by_group_and_found_after_a_rotation(start, files):
+    """Case B21: a row for each (hash, group), of eight groups of which most fill a part of theirs.
+
+    The store holds what the groups fill; and what host memory gave up for others comes back.
+    """
+    layout = RowLayout(
+        row_bytes=ROW_BYTES,
+        parts=tuple(((0, 500 - 60 * group),) for group in range(8)),
+        kinds=("full", *["swa"] * 7),
+        group_ids=tuple(range(8)),
+    )
+    tiers = start(files, rows=32, layout=layout)
+    hashes = [bytes([number]) * 32 for number in range(12)]
+    rounds = [[make_offload_key(name, group) for group in range(8)] for name in hashes]
+    data = {
+        k: random.Random(k).randbytes(layout.group_bytes(group))
+        for keys in rounds
+        for group, k in enumerate(keys)
+    }
+    for keys in rounds:
+        assert tiers.store(keys, [data[k] for k in keys]) == keys
+        tiers.settle()
+    stats = tiers.tier.stats()
+    one = sum(layout.group_bytes(group) for group in range(8))
+    assert stats.bytes_held == len(rounds) * (one + 8 * HEADER_BYTES)
+    assert one < 8 * ROW_BYTES / 10
+    # Three times as much as host memory has rows for went through it.
+    assert tiers.load(rounds[0]) == [data[k] for k in rounds[0]]
+    assert tiers.tier.stats().pages_got == 8
 
 
 FACTS = {
@@ -151,7 +184,16 @@ def test_damage_at_any_byte_is_a_miss_and_mended(start, files, damage):
         tiers.store(some[:1], good[:1])
         tiers.settle()
         assert path.read_bytes() == whole
-    assert tiers.tier.stats().pages_damaged == len(whole)
+    stats = tiers.tier.stats()
+    # Of a load that failed in part, the rest is kept.
+    assert stats.pages_damaged == stats.pages_got == len(whole)
+
+
+def test_one_folder_is_guarded_as_several_are(start, files):
+    """Room is made beside the calls: making it takes longer than a call may."""
+    tiers = start(files)
+    (breaker,) = tiers.tier.store.stores.values()
+    assert isinstance(breaker, Breaker) and breaker._store._guarded
 
 
 def test_settings_are_checked(files):
@@ -190,7 +232,9 @@ def over(start, files, monkeypatch):
 
     def make(store, **kwargs):
         made.append(store)
-        monkeypatch.setattr(store_tier, "_open_store", lambda config: RingStore({"it": store}))
+        monkeypatch.setattr(
+            store_tier, "open_store", lambda config, where: RingStore({"it": store})
+        )
         return start(files, **kwargs)
 
     yield make
@@ -242,6 +286,27 @@ def test_a_read_does_not_wait_for_writes(over):
     store.go.set()
 
 
+@pytest.mark.parametrize(("name", "value"), [("BATCH_PAGES", 5), ("BATCH_BYTES", 700)])
+def test_what_goes_to_the_store_at_a_time_is_bounded(over, monkeypatch, name, value):
+    """A page that is larger goes alone."""
+    monkeypatch.setattr(store_tier, name, value)
+    store = MemoryStore()
+    tiers = over(store)
+    tiers.store(KEYS, DATA)
+    tiers.settle()
+    tiers.forget_host()
+    assert tiers.load(KEYS) == DATA
+    sizes = {text: len(data) for text, data in zip(tiers.tier.texts(KEYS), DATA, strict=True)}
+    for call in ("put", "get"):
+        batches = [keys for done, keys in store.calls if done == call]
+        assert sorted(sum(batches, [])) == sorted(sizes)
+        if name == "BATCH_PAGES":
+            assert sorted(map(len, batches)) == [2, 5, 5]
+        else:
+            assert max(sum(map(sizes.get, keys)) for keys in batches) <= value
+            assert len(batches) == 8
+
+
 @pytest.mark.parametrize("error", [ConnectionError, ValueError])
 @pytest.mark.parametrize("call", ["exists", "get", "put", "touch"])
 def test_errors_of_a_store_are_misses(over, call, error):
@@ -274,7 +339,7 @@ def test_a_store_that_hangs_costs_no_more_than_time(start, files, monkeypatch):
     store = MemoryStore(before=fault)
     limits = BreakerLimits(timeout_s=0.2)
     monkeypatch.setattr(
-        store_tier, "_open_store", lambda config: Breaker(store, "it", limits=limits)
+        store_tier, "open_store", lambda config, where: Breaker(store, "it", limits=limits)
     )
     tiers = start(files)
     tiers.store(KEYS, DATA)

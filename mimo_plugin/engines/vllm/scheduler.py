@@ -111,7 +111,10 @@ def make_scheduler(vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs:
     if unsafe is not None:
         # Not ours to refuse: stock would start as well. But wrong numbers must not come silently.
         logger.error("attention backend: %s", unsafe)
-    settings = resolve_settings(config.kv, vllm_config) if "kv" in config.features else None
+    settings = None
+    if "kv" in config.features:
+        tiers_below = "tiers" in config.features
+        settings = resolve_settings(config.kv, vllm_config, tiers_below=tiers_below)
     sched = (
         resolve_sched_settings(config.scheduler, vllm_config)
         if "scheduler" in config.features

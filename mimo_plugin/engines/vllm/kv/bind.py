@@ -117,6 +117,7 @@ def policy(settings: KvSettings, geometry: tuple[GroupGeometry, ...], num_blocks
             else None
         ),
         block_tokens=next(g.block_size_tokens for g in geometry if g.is_full),
+        keep_unreachable=settings.tiers_below,
     )
 
 

@@ -26,10 +26,17 @@ class KvSettings:
     ladder_growth: float = 0.25
     draft_share: float = 0.25
     memoise: bool = True
+    #: windows may come from lower tiers, so full blocks are of use without one
+    tiers_below: bool = False
 
 
-def resolve_settings(config: Any, vllm_config: Any) -> KvSettings:
+def resolve_settings(config: Any, vllm_config: Any, *, tiers_below: bool = False) -> KvSettings:
     """Settings from a ``KvConfig``; message start ids come from the tokenizer if not given.
+
+    Args:
+        config: the feature's section.
+        vllm_config: vLLM's.
+        tiers_below: the feature ``tiers`` is on.
 
     Raises:
         ConfigError: ids given in the configuration are outside the vocabulary.
@@ -57,6 +64,7 @@ def resolve_settings(config: Any, vllm_config: Any) -> KvSettings:
         ladder_growth=config.ladder_growth,
         draft_share=config.draft_share,
         memoise=config.memoise,
+        tiers_below=tiers_below,
     )
 
 

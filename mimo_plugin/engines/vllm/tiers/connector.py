@@ -7,6 +7,7 @@ what is kept alive is decided here (``scheduler.py``).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from math import lcm
 from typing import Any
@@ -26,6 +27,7 @@ from mimo_plugin.engines.vllm.kv.settings import message_starts_of
 from mimo_plugin.engines.vllm.tiers.configure import settings_from
 from mimo_plugin.engines.vllm.tiers.layout import RowLayout, row_layout
 from mimo_plugin.engines.vllm.tiers.scheduler import TieredScheduler, geometry_of
+from mimo_plugin.engines.vllm.tiers.spec import forget_name
 from mimo_plugin.errors import FeatureUnavailable
 
 
@@ -37,6 +39,9 @@ class MimoTieredConnector(OffloadingConnector):  # type: ignore[misc]
         FeatureUnavailable: the model's KV cache groups are not full + sliding-window attention.
     """
 
+    #: what the project's patch of vLLM asks a connector; here blocks are taken over in ``joint.py``
+    skips_cached_blocks = False
+
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         reason = why_groups_do_not_fit(kv_cache_config.kv_cache_groups)
         if reason is not None:
@@ -47,7 +52,8 @@ class MimoTieredConnector(OffloadingConnector):  # type: ignore[misc]
         if self.connector_scheduler is not None:
             manager = self.connector_scheduler.manager
             row_bytes = manager.primary_tier.get_kv_memoryview().strides[0]
-            manager.set_layout(layout_of(kv_cache_config, sizes, row_bytes))
+            layout = layout_of(kv_cache_config, sizes, row_bytes)
+            manager.set_layout(layout, facts_of(vllm_config))
             self._tiered = self._adopt(vllm_config)
         if self.connector_worker is not None:
             spec = self.connector_worker.spec
@@ -66,6 +72,12 @@ class MimoTieredConnector(OffloadingConnector):  # type: ignore[misc]
         super().bind_kv_cache_manager(kv_cache_manager)
         if self._tiered is not None:
             self._tiered.bind(kv_cache_manager)
+
+    def shutdown(self) -> None:
+        """As upstream."""
+        if self.connector_worker is not None:
+            forget_name(self.connector_worker.worker)
+        super().shutdown()
 
     def mimo_payload(self) -> dict[str, Any] | None:
         """What was counted since the last call."""
@@ -87,6 +99,18 @@ def layout_of(kv_cache_config: Any, sizes: Any, row_bytes: int) -> RowLayout:
         worker_row_bytes=sizes.worker_kv_bytes_per_block,
         row_bytes=row_bytes,
     )
+
+
+def facts_of(vllm_config: Any) -> dict[str, object]:
+    """What decides, beside shapes and names, which KV a block's hash stands for."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    return {
+        "revision": str(model.revision),
+        "quantization": str(model.quantization),
+        "hf_config": json.dumps(model.hf_config.to_dict(), sort_keys=True, default=str),
+        "attention_backend": str(vllm_config.attention_config.backend),
+        "hash_algorithm": str(cache.prefix_caching_hash_algo),
+    }
 
 
 def retention_rule(settings: TiersConfig, geometry: tuple[GroupGeometry, ...]) -> RetentionRule:

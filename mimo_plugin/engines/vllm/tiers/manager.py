@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm.v1.kv_offload.base import (
@@ -56,11 +56,16 @@ class MimoTieringManager(TieringOffloadingManager):  # type: ignore[misc]
             tier.accounting = self.accounting
         self._layout: RowLayout | None = None
 
-    def set_layout(self, layout: RowLayout) -> None:
-        """Tell which bytes of a row are whose; before anything is asked for."""
+    def set_layout(self, layout: RowLayout, facts: Mapping[str, object] | None = None) -> None:
+        """Tell which bytes of a row are whose; before anything is asked for.
+
+        Args:
+            layout: of a row.
+            facts: what else decides the meaning of the bytes.
+        """
         self._layout = layout
         for tier in self._stores.values():
-            tier.set_layout(layout)
+            tier.set_layout(layout, facts)
 
     # -- keeping alive -------------------------------------------------------------------------
 

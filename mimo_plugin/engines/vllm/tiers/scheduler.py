@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import lcm
 from types import SimpleNamespace
@@ -281,6 +282,9 @@ class TieredScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request has its blocks: keep its hit alive, and load what the device lacks."""
+        acquire = getattr(self, "_acquire_step", None)  # from vLLM 0.33 on
+        if acquire is not None:
+            acquire()
         status = self._req_status[request.request_id]
         ours = self._requests[request.request_id]
         hit, ours.hit = ours.hit, None
@@ -418,21 +422,57 @@ class TieredScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         result: tuple[bool, dict[str, Any] | None] = super().request_finished(request)
         if request.request_id in self._req_status and request.request_id in self._requests:
             ended = SimpleNamespace(num_scheduled_tokens={}, finished_req_ids=[request.request_id])
-            self._early_jobs.update(self._build_store_jobs(ended))
+            with self._manager_held():
+                self._early_jobs.update(self._build_store_jobs(ended))
         return result
+
+    def _manager_held(self) -> AbstractContextManager[None]:
+        """Between steps: what excludes vLLM's own threads from its manager, from 0.33 on."""
+        locked = getattr(self, "_manager_locked", None)
+        if locked is None or self._step_region is not None:
+            return nullcontext()
+        held: AbstractContextManager[None] = locked()
+        return held
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """As upstream; requests that vLLM's half has let go of are let go of here."""
-        meta = super().build_connector_meta(scheduler_output)
+        meta = super().build_connector_meta(self._without_reloaded(scheduler_output))
         meta.store_jobs.update(self._early_jobs)
         self._early_jobs = {}
         for request_id in scheduler_output.finished_req_ids or ():
             self._requests.pop(request_id, None)
             if self.device_blocks is not None:
-                self.device_blocks.plan(request_id, None)
+                self.device_blocks.forget(request_id)
         return meta
 
+    def _without_reloaded(self, scheduler_output: Any) -> Any:
+        """Preempted requests that load already have nothing to flush, and vLLM trips over them.
+
+        A reset of the prefix cache preempts before the step, which may admit them again.
+        """
+        preempted = scheduler_output.preempted_req_ids
+        loading = {job.req_id for job in self._current_batch_load_jobs.values()}
+        if not preempted or loading.isdisjoint(preempted):
+            return scheduler_output
+        return replace(scheduler_output, preempted_req_ids=set(preempted) - loading)
+
     def reset_cache(self) -> None:
-        """As upstream."""
-        super().reset_cache()
+        """As upstream, with what could go wrong afterwards taken out.
+
+        Stores that no worker has heard of are forgotten: nothing may wait for them. Blocks that may
+        have been given to others since they were offered are not offered again.
+        """
+        for job_id in self._early_jobs:
+            self._jobs.pop(job_id, None)
         self._early_jobs = {}
+        offered = {
+            request_id: [state.next_stored_chunk_idx for state in status.group_states]
+            for request_id, status in self._req_status.items()
+        }
+        super().reset_cache()
+        for request_id, status in self._req_status.items():
+            for group, chunks in enumerate(offered[request_id]):
+                if not self.geometry[group].is_full:
+                    block_ids = status.group_states[group].block_ids
+                    gone = min(chunks, len(block_ids))
+                    block_ids[:gone] = [0] * gone

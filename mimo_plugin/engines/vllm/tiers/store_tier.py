@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from vllm.v1.kv_offload.base import (
@@ -105,6 +106,9 @@ class StoreTier(SecondaryTierManager):  # type: ignore[misc]
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         config = parse_tiers(SECTION, dict(settings))
+        if isinstance(config.path, str):
+            # One of a list has a guard of its own, under which room is made beside the calls.
+            config = replace(config, path=(config.path,) if config.path else "")
         self.accounting = TierAccounting()
         self.store = guarded(open_store(config, where=SECTION))
         self._memory = primary_kv_view.cast("B")
@@ -118,11 +122,17 @@ class StoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._keep_alive: KeepAlive[OffloadKey] = KeepAlive(self._touch)
         self._transfers: Transfers[TransferJob] = Transfers(self._move, THREADS)
 
-    def set_layout(self, layout: RowLayout) -> None:
-        """Tell which bytes of a row are whose; before anything is asked for."""
+    def set_layout(self, layout: RowLayout, facts: Mapping[str, object] | None = None) -> None:
+        """Tell which bytes of a row are whose; before anything is asked for.
+
+        Args:
+            layout: of a row.
+            facts: what else decides the meaning of the bytes; engines share pages only where all
+                of it is the same.
+        """
         assert layout.row_bytes == self.block_size_bytes, "rows of another size"
         self._layout = layout
-        self._space = key_space({**self._facts, "parts": layout.parts, "kinds": layout.kinds})
+        self._space = key_space({**self._facts, "parts": layout.parts})
 
     def share_memory(self, file: int) -> None:
         """Host memory is a mapping of this file: pages may go without a copy on their way."""
