@@ -172,7 +172,8 @@ def _kills(found: Found) -> dict[str, Any]:
     bad = bad_answers(run["answers"], found["kills_reference"]["answers"])
     text = f"failed or wrong of {len(run['answers'])} requests, store killed {run['kills']} times"
     return _entry("kill9_failed_requests", bad, None, 0, text) | {
-        name: run[name] for name in ("failed", "pages_got", "pages_put", "calls_failed")
+        name: run[name]
+        for name in ("failed", "pages_got", "pages_got_after_kills", "pages_put", "calls_failed")
     }
 
 
@@ -221,8 +222,10 @@ def plot(found: Found, path: Path) -> None:
             at = x + 0.4 * offset
             right.bar(at, each["moved_bytes"] / 1e6, 0.38, color=colour, label=label_once)
             right.plot([at - 0.19, at + 0.19], [each["missing_bytes"] / 1e6] * 2, "k-")
-    right.set_xticks([x + 0.2 for x in range(len(repairs))], [name[:7] for name in repairs])
-    right.set_ylabel("MB moved; line: missing")
+    right.set_xticks(
+        [x + 0.2 for x in range(len(repairs))], [name.split(":")[0] for name in repairs]
+    )
+    right.set_ylabel("MB moved by repairs; line: missing")
     right.legend(frameon=False)
     for axis in (left, right):
         for side in ("top", "right"):

@@ -83,6 +83,7 @@ def results():
             "kills": 2,
             "failed": 0,
             "pages_got": 5,
+            "pages_got_after_kills": [2, 3],
             "pages_put": 9,
             "calls_failed": 3,
         },
