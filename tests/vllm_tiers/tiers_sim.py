@@ -69,7 +69,7 @@ from mimo_plugin.engines.vllm.kv.settings import KvSettings  # noqa: E402
 from mimo_plugin.engines.vllm.sched.install import install  # noqa: E402
 from mimo_plugin.engines.vllm.sched.settings import SchedSettings  # noqa: E402
 from mimo_plugin.engines.vllm.scheduler import build  # noqa: E402
-from mimo_plugin.engines.vllm.tiers import scheduler as tiers_scheduler  # noqa: E402
+from mimo_plugin.engines.vllm.tiers import lookups as tiers_lookups  # noqa: E402
 from mimo_plugin.engines.vllm.tiers import store_tier  # noqa: E402
 from mimo_plugin.engines.vllm.tiers.configure import transfer_config  # noqa: E402
 from mimo_plugin.tiers.store import StoreStats  # noqa: E402
@@ -471,7 +471,7 @@ class TiersSim:
                 LookUps=PacedLookUps,
             )
         )
-        self._stack.enter_context(patch.object(tiers_scheduler, "time", clock))
+        self._stack.enter_context(patch.object(tiers_lookups, "time", clock))
         hash_tokens = min(self.sizes)
         arguments = {
             "vllm_config": config,

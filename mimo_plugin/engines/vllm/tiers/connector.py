@@ -26,7 +26,8 @@ from mimo_plugin.engines.vllm.kv.fit import why_groups_do_not_fit
 from mimo_plugin.engines.vllm.kv.settings import message_starts_of
 from mimo_plugin.engines.vllm.tiers.configure import settings_from
 from mimo_plugin.engines.vllm.tiers.layout import RowLayout, row_layout
-from mimo_plugin.engines.vllm.tiers.scheduler import TieredScheduler, geometry_of
+from mimo_plugin.engines.vllm.tiers.lookups import geometry_of
+from mimo_plugin.engines.vllm.tiers.scheduler import TieredScheduler
 from mimo_plugin.engines.vllm.tiers.spec import forget_name
 from mimo_plugin.errors import FeatureUnavailable
 
