@@ -126,19 +126,19 @@ def redis(model, folder, options):
             dead += server.process.poll() is not None
         if server.process.poll() is not None:
             server.start()
-        back_s = time.monotonic()
-        end_s = back_s + 10 * PERIOD_S
-        recovered = None
-        while recovered is None and time.monotonic() < end_s:
-            engine.forget_host()
-            if engine.measured(SHORT[0])["moved"].get("mimo:tier_hit_tokens"):
-                recovered = time.monotonic() - back_s
+        # After one period the next request's look-up closes the circuit, and what it computes is
+        # stored for the one behind it.
+        time.sleep(PERIOD_S)
+        engine.forget_host()
+        engine.measured(SHORT[0])
+        engine.forget_host()
+        back = engine.measured(SHORT[0])
         return {
             "answers": answers,
             "kills": kills,
             "dead": dead,
             "failed calls": engine.counters()["mimo:tier_failed_calls"] - failures,
-            "recovered_s": recovered,
+            "back": back,
             "leftovers": engine.leftovers(),
         }
 
