@@ -69,6 +69,10 @@ class Circuit:
             self._retry_at_s = now_s + self._rule.period_s
         return self._turn
 
+    def rests(self, now_s: float) -> bool:
+        """Whether no call would go through."""
+        return self.state != CLOSED and now_s < self._retry_at_s
+
     def succeeded(self, ticket: int) -> None:
         """The call with this ticket went well."""
         if ticket == self._turn:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 EQUAL_POINTS = 1024
 """Points of each of several equal stores; up to 16 of them hold 0.8 to 1.2 of an even share."""
@@ -56,16 +56,23 @@ class HashRing:
         self._places = [place for place, _ in found]
         self._names = [name for _, name in found]
 
-    def store_of(self, key: str) -> str:
-        """Name of the store that ``key`` belongs to."""
-        index = bisect_left(self._places, _place(key))
-        return self._names[index if index < len(self._names) else 0]
+    def store_of(self, key: str, away: Collection[str] = ()) -> str:
+        """Name of the store that ``key`` belongs to.
 
-    def split(self, keys: Sequence[str]) -> dict[str, list[int]]:
+        Args:
+            key: any.
+            away: stores, not all, whose keys belong to the next one meanwhile, as if they had left.
+        """
+        index = bisect_left(self._places, _place(key)) % len(self._names)
+        while self._names[index] in away:
+            index = (index + 1) % len(self._names)
+        return self._names[index]
+
+    def split(self, keys: Sequence[str], away: Collection[str] = ()) -> dict[str, list[int]]:
         """Indices of ``keys`` by the store that they belong to, each list ascending."""
         found: dict[str, list[int]] = {}
         for index, key in enumerate(keys):
-            found.setdefault(self.store_of(key), []).append(index)
+            found.setdefault(self.store_of(key, away), []).append(index)
         return found
 
     def shares(self) -> dict[str, float]:

@@ -108,6 +108,12 @@ class Breaker:
         with self._lock:
             return self._circuit.state
 
+    @property
+    def resting(self) -> bool:
+        """Whether the store is left alone now: nothing would reach it."""
+        with self._lock:
+            return self._circuit.rests(self._clock_s())
+
     # -- the protocol --------------------------------------------------------------------------
 
     def exists(self, keys: Sequence[str]) -> list[bool]:

@@ -4,6 +4,10 @@
 Nothing is kept about where pages are, and nothing is moved when stores join or leave: pages that
 belong elsewhere from then on are misses, and written again. A batch is split by store, and the
 stores work at the same time.
+
+A store that is left alone because it failed counts as one that left, for as long: its pages are
+misses, and what is written meanwhile goes to the next one. A page in its place would be lost, and
+with it all that comes after it in its prefix.
 """
 
 from __future__ import annotations
@@ -92,12 +96,17 @@ class RingStore:
         for store in self.stores.values():
             store.close()
 
+    def _away(self) -> frozenset[str]:
+        """Stores that would answer nothing; none where that holds for all."""
+        away = {name for name, store in self.stores.items() if getattr(store, "resting", False)}
+        return frozenset(away) if len(away) < len(self.stores) else frozenset()
+
     def _spread(self, keys: Sequence[str], work: _Work) -> list[bool]:
         """Have each store do its part; the answers in the order of ``keys``.
 
         It returns when all have answered: until then they may use the caller's memory.
         """
-        parts = self.ring.split(keys)
+        parts = self.ring.split(keys, self._away())
         waiting: dict[str, Future[list[bool]]] = {}
         answers: dict[str, list[bool]] = {}
         for name in list(parts)[1:]:

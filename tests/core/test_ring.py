@@ -134,3 +134,17 @@ def test_indices_by_store_are_whole_and_in_order():
 def test_any_text_is_a_key_and_a_name():
     ring = equal(["", "\udc80", "/data/é"])
     assert {ring.store_of(key) for key in ("", "\ud800", "x" * 5000)} <= {"", "\udc80", "/data/é"}
+
+
+@given(st.lists(st.text(max_size=8), max_size=40), st.integers(0, 2))
+def test_while_a_store_is_away_its_keys_alone_move(keys, gone):
+    names = ["a", "b", "c"]
+    ring = HashRing(dict.fromkeys(names, 64))
+    left = HashRing({name: 64 for name in names if name != names[gone]})
+    for key in keys:
+        assert ring.store_of(key, {names[gone]}) == left.store_of(key)
+        if ring.store_of(key) != names[gone]:
+            assert ring.store_of(key, {names[gone]}) == ring.store_of(key)
+    split = ring.split(keys, {names[gone]})
+    assert names[gone] not in split
+    assert sorted(index for at in split.values() for index in at) == list(range(len(keys)))

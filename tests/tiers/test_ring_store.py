@@ -113,3 +113,35 @@ def test_closing_closes_all_and_calls_still_end():
     target.close()
     assert all(store.closed.is_set() for store in stores.values())
     assert target.exists(KEYS) == [True] * 60
+
+
+class Resting(MemoryStore):
+    """A store that can be left alone."""
+
+    resting = False
+
+
+def test_what_is_written_while_a_store_rests_goes_to_the_next_one():
+    stores = {f"/{number}": Resting() for number in range(3)}
+    target = RingStore(stores)
+    target.put(KEYS, PAGES)
+    lost = [key for key in KEYS if target.ring.store_of(key) == "/1"]
+    stores["/1"].resting = True
+    calls = len(stores["/1"].calls)
+    there = [key not in lost for key in KEYS]
+    assert target.exists(KEYS) == target.touch(KEYS) == there
+    target.put(KEYS, PAGES)
+    assert all(target.exists(KEYS))
+    assert len(stores["/1"].calls) == calls
+    stores["/1"].resting = False
+    assert all(target.exists(KEYS))
+    assert len(stores["/1"].calls) == calls + 1
+
+
+def test_where_all_stores_rest_each_answers_for_itself():
+    stores = {f"/{number}": Resting() for number in range(3)}
+    target = RingStore(stores)
+    for store in stores.values():
+        store.resting = True
+    assert target.exists(KEYS) == [False] * 60
+    assert all(store.calls for store in stores.values())
