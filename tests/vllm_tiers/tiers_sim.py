@@ -786,7 +786,7 @@ class TiersSim:
             writes.append(self._forward(name, count, output, sampled, flight))
         # A layer writes the KV of all requests before any is read: a request may share blocks that
         # another fills in the same step.
-        for _, runner, ids, valid in writes:
+        for _, runner, ids, _valid in writes:
             self._write(runner, ids)
         for name, runner, ids, valid in writes:
             self._check_reads(name, runner, ids)

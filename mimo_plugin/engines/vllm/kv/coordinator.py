@@ -239,7 +239,7 @@ class MimoCoordinator(HybridKVCacheCoordinator):  # type: ignore[misc]
                 start = at
         if start >= stop:
             return
-        # What a connector's hit took over from the device has its hash, and its span died meanwhile.
+        # What a connector's hit took over from the device has its hash; its span died meanwhile.
         bare = [block.block_hash is None for block in table[start:stop]]
         for block, is_bare in zip(table[start:stop], bare, strict=True):
             if not is_bare:
