@@ -199,3 +199,24 @@ def test_preempted_by_a_reset_and_loading_in_the_same_step(started):
     sim.step()
     assert sim.loads > before
     sim.run()
+
+
+def test_a_hit_that_does_not_fit_is_not_cut_below_what_host_memory_has(started):
+    """Rows that another request was loading from counted twice, and nothing was left of the hit."""
+    prompt = [START, *range(100, 200)]
+    large, small = started(), started(rows=8)
+    for tokens in (prompt[:20], prompt):
+        large.submit(tokens, 1)
+        large.run()
+        large.scheduler.reset_prefix_cache()
+    small.pages.pages.update(large.pages.pages)
+    small.chain, small.contents = large.chain, large.contents
+    small.copies_pace, small.pace, small.lateness = 0.0, 0.9, 0.0
+    small.submit(prompt[:20], 1)
+    until(small, lambda: small.loads == 1)
+    second = small.submit(prompt, 1)
+    for _ in range(20):
+        small.step()
+    assert second not in small.runners, "waits for what the first one loads"
+    small.copies_pace = 0.9
+    small.run()
