@@ -131,3 +131,24 @@ def test_host_memory_of_several_files_is_not_shared_as_one(monkeypatch, segments
     assert manager.secondary_tiers == stock.secondary_tiers
     assert told == shared
     assert bool(stopped) is (segments is not None)
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_preempted_request_has_no_blocks_to_offer(scheduler, monkeypatch, scheduled):
+    """A step in flight may end it before it is given blocks anew; its old ones are others' by now."""
+    monkeypatch.setattr(
+        OffloadingConnectorScheduler,
+        "build_connector_meta",
+        lambda self, output: Fake(store_jobs={}),
+    )
+    state = Fake(block_ids=[4, 5, 6])
+    scheduler._req_status = {"r": Fake(group_states=(state,))}
+    scheduler._current_batch_load_jobs = {}
+    scheduler._early_jobs = {}
+    output = Fake(
+        preempted_req_ids={"r"},
+        num_scheduled_tokens={"r": 8} if scheduled else {},
+        finished_req_ids=set(),
+    )
+    scheduler.build_connector_meta(output)
+    assert state.block_ids == ([4, 5, 6] if scheduled else [])

@@ -237,7 +237,8 @@ class TieredScheduler(TieredLookups):
         """As upstream; requests that vLLM's half has let go of are let go of here."""
         meta = super().build_connector_meta(self._without_reloaded(scheduler_output))
         for request_id in scheduler_output.preempted_req_ids or ():
-            self._forget_blocks(request_id)
+            if request_id not in scheduler_output.num_scheduled_tokens:
+                self._forget_blocks(request_id)
         meta.store_jobs.update(self._early_jobs)
         self._early_jobs = {}
         for request_id in scheduler_output.finished_req_ids or ():
@@ -249,13 +250,8 @@ class TieredScheduler(TieredLookups):
     def _forget_blocks(self, request_id: str) -> None:
         """A preempted request has no blocks, though a step in flight may still end it."""
         status = self._req_status.get(request_id)
-        if status is not None and request_id not in self._loading():
-            for state in status.group_states:
-                state.block_ids.clear()
-
-    def _loading(self) -> set[str]:
-        """Requests that are given blocks to load in this step."""
-        return {job.req_id for job in self._current_batch_load_jobs.values()}
+        for state in status.group_states if status is not None else ():
+            state.block_ids.clear()
 
     def _without_reloaded(self, scheduler_output: Any) -> Any:
         """Preempted requests that load already have nothing to flush, and vLLM trips over them.
@@ -263,7 +259,7 @@ class TieredScheduler(TieredLookups):
         A reset of the prefix cache preempts before the step, which may admit them again.
         """
         preempted = scheduler_output.preempted_req_ids
-        loading = self._loading()
+        loading = {job.req_id for job in self._current_batch_load_jobs.values()}
         if not preempted or loading.isdisjoint(preempted):
             return scheduler_output
         return replace(scheduler_output, preempted_req_ids=set(preempted) - loading)
