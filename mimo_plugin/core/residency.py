@@ -31,24 +31,11 @@ from mimo_plugin.core.kv_events import (
     Step,
 )
 from mimo_plugin.core.residency_groups import Chains, Copies, Windows, parents
-from mimo_plugin.core.residency_lookup import Prompt, Reach, bits, full_steps, safe_steps
+from mimo_plugin.core.residency_lookup import Prompt, bits, reached, safe_steps
 from mimo_plugin.core.window import GroupGeometry
 
 BYTES_PER_BLOCK = 1250
 """Bound of memory for one hash in one group, with 64 workers that all have several copies of it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Hits:
-    """What each worker would hit, in tokens; a worker that is not named hits nothing.
-
-    Attributes:
-        tokens: hits that are safe for every sliding window.
-        full_tokens: prefix that full attention has; what is beyond ``tokens`` lacks a window.
-    """
-
-    tokens: Mapping[str, int]
-    full_tokens: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,27 +315,34 @@ class ResidencyIndex:
 
     # Look-up
 
-    def lookup(self, hashes: Sequence[Hash], max_hit_tokens: int) -> Hits:
-        """What a prompt would hit on every worker.
+    def lookup(self, hashes: Sequence[Hash], max_hit_tokens: int) -> dict[str, int]:
+        """What a prompt would hit on each worker, in tokens; those not named hit nothing.
 
         Args:
             hashes: of the prompt's blocks of ``hash_block_tokens``, in order.
             max_hit_tokens: longest hit allowed; engines compute at least a prompt's last token.
         """
+        return self._named(hashes, max_hit_tokens, windows=True)
+
+    def full_prefixes(self, hashes: Sequence[Hash], max_hit_tokens: int) -> dict[str, int]:
+        """The same without sliding windows: what goes beyond the hit lacks a window."""
+        return self._named(hashes, max_hit_tokens, windows=False)
+
+    def _named(
+        self, hashes: Sequence[Hash], max_hit_tokens: int, *, windows: bool
+    ) -> dict[str, int]:
+        if not self._complete():
+            return {}
         prompt = Prompt(hashes, self.hash_block_tokens, self._alignment_tokens, max_hit_tokens)
-        steps: list[Reach] = []
-        if self._complete():
-            steps = full_steps(prompt, tuple(self._chains.values()), self._trusted)
-        names = self._names
-        full: dict[str, int] = {}
-        for tokens, mask in steps:  # longest first
+        if not prompt.limit_tokens:
+            return {}
+        full = reached(prompt, tuple(self._chains.values()), self._trusted)
+        joined = tuple(self._windows.values()) if windows else ()
+        found: dict[str, int] = {}
+        for tokens, mask in safe_steps(prompt, full, joined, self._trusted):
             for slot in bits(mask):
-                full.setdefault(names[slot] or "", tokens)
-        safe: dict[str, int] = {}
-        for tokens, mask in safe_steps(prompt, tuple(self._windows.values()), steps):
-            for slot in bits(mask):
-                safe[names[slot] or ""] = tokens
-        return Hits(safe, full)
+                found[self._names[slot] or ""] = tokens
+        return found
 
     def _complete(self) -> bool:
         wanted = len(self._geometry) if self.num_groups is None else self.num_groups

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Longest hits of one prompt on many workers at once.
 
-Full attention takes a bisection for each length that differs between workers. A window of n blocks
-holds exactly one of every n-th blocks of the prompt, so only these are looked up until one is
-found: a long prompt without any window costs a look-up for every n-th of its blocks.
+Full attention alone takes a bisection for each length that differs between workers. A window of n
+blocks holds exactly one of every n-th blocks of the prompt, so only these are looked up until one
+is found: a long prompt without any window costs a look-up for every n-th of its blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -52,19 +52,37 @@ def bits(mask: int) -> Iterator[int]:
         mask ^= lowest
 
 
-def full_steps(prompt: Prompt, chains: Sequence[Chains], workers: int) -> list[Reach]:
-    """Lengths at which full attention of some worker ends, and who has them; longest first."""
-    hashes, aligned, known = prompt.hashes, prompt.aligned_tokens, len(prompt.hashes)
+Reached: TypeAlias = Callable[[int], int]
+"""Workers whose full attention has so many tokens, a multiple of the alignment."""
 
-    def reach(units: int) -> int:
-        mask, tokens = workers, units * aligned
+
+def reached(prompt: Prompt, chains: Sequence[Chains], workers: int) -> Reached:
+    """Look-up of full attention; the groups of a draft model have their look-ahead too."""
+    hashes, hash_tokens, known = prompt.hashes, prompt.hash_tokens, len(prompt.hashes)
+    if len(chains) == 1 and not chains[0].geometry.lookahead_blocks:
+        get = chains[0].links.get
+
+        def one(tokens: int) -> int:
+            link = get(hashes[tokens // hash_tokens - 1])
+            return link.reach & workers if link is not None else 0
+
+        return one
+
+    def several(tokens: int) -> int:
+        mask = workers
         for chain in chains:
             size = chain.geometry.block_size_tokens
             needed = (tokens // size + chain.geometry.lookahead_blocks) * size
-            end = needed // prompt.hash_tokens
+            end = needed // hash_tokens
             mask &= chain.reach(hashes[end - 1]) if end <= known else 0
         return mask
 
+    return several
+
+
+def full_steps(prompt: Prompt, full: Reached, workers: int) -> list[Reach]:
+    """Lengths at which full attention of some worker ends, and who has them; longest first."""
+    aligned = prompt.aligned_tokens
     found: list[Reach] = []
     # Lengths between two that were seen, with the workers of the shorter and of the longer one.
     todo = [(1, prompt.limit_tokens // aligned, workers, 0)]
@@ -73,7 +91,7 @@ def full_steps(prompt: Prompt, chains: Sequence[Chains], workers: int) -> list[R
         if low > high or shorter == longer:
             continue
         middle = (low + high) // 2
-        mask = reach(middle)
+        mask = full(middle * aligned)
         if mask:
             found.append((middle * aligned, mask))
         todo.append((low, middle - 1, shorter, mask))
@@ -86,33 +104,145 @@ def full_steps(prompt: Prompt, chains: Sequence[Chains], workers: int) -> list[R
     return steps
 
 
+def longest_full(prompt: Prompt, full: Reached) -> int:
+    """Tokens that full attention of any worker has."""
+    low, high = 0, prompt.limit_tokens // prompt.aligned_tokens
+    while low < high:
+        middle = (low + high + 1) // 2
+        if full(middle * prompt.aligned_tokens):
+            low = middle
+        else:
+            high = middle - 1
+    return low * prompt.aligned_tokens
+
+
 def safe_steps(
-    prompt: Prompt, windows: Sequence[Windows], steps: Sequence[Reach]
-) -> Iterator[Reach]:
+    prompt: Prompt, full: Reached, windows: Sequence[Windows], workers: int
+) -> list[Reach]:
     """Longest hits that have their windows, with the workers whose longest hit it is.
 
     Args:
+        full: from :func:`reached`.
         windows: sliding-window groups, joined by geometry.
-        steps: what full attention has, from :func:`full_steps`.
+        workers: bits of all that are asked for.
     """
-    if not steps:
-        return
     # The one that reaches furthest takes the fewest probes.
     needed = sorted(
         (joined for joined in windows if joined.geometry.window_blocks),
         key=lambda joined: joined.geometry.window_blocks * joined.geometry.block_size_tokens,
         reverse=True,
     )
-    search = _Search(prompt, steps)
-    for tokens, mask in search.windows_of(needed[0]) if needed else steps:
-        mask &= search.missing
-        for joined in needed[1:]:
-            mask = _confirmed(prompt, joined, tokens, mask)
-        if mask:
-            search.missing &= ~mask
-            yield tokens, mask
-        if not search.missing:
+    if not needed:
+        steps, seen = [], 0
+        for tokens, mask in full_steps(prompt, full, workers):
+            steps.append((tokens, mask & ~seen))
+            seen |= mask
+        return steps
+    longest = longest_full(prompt, full)
+    if not longest:
+        return []
+    search = _Search(prompt, full, needed[0], needed[1:], longest)
+    search.run()
+    return search.found
+
+
+class _Search:
+    """Looks for windows from the longest length down, until every worker has its answer."""
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        full: Reached,
+        windows: Windows,
+        others: Sequence[Windows],
+        longest_tokens: int,
+    ) -> None:
+        self.found: list[Reach] = []
+        self._prompt, self._full, self._others = prompt, full, others
+        self._missing = full(prompt.aligned_tokens)
+        geometry = windows.geometry
+        self._get = windows.masks.get
+        self._size = geometry.block_size_tokens
+        self._width = geometry.window_blocks
+        self._ahead = geometry.lookahead_blocks
+        self._blocks = longest_tokens // self._size
+        self._hash_blocks = self._size // prompt.hash_tokens
+        self._known_blocks = len(prompt.hashes) // self._hash_blocks
+
+    def run(self) -> None:
+        """Fill ``found``."""
+        hashes, get, width, full = self._prompt.hashes, self._get, self._width, self._full
+        stride = width * self._hash_blocks
+        aligned_blocks = self._prompt.aligned_tokens // self._size
+        # A window that ends after ``width`` blocks or more holds the last block of one stretch of
+        # ``width`` blocks; stretch i ends with block ``(i + 1) * width - 1``.
+        last = self._blocks // width
+        while last > 0:
+            first = max(0, last - _PROBES)
+            # The shortest length that these probes are for.
+            shortest = -(-(first + 1) * width // aligned_blocks) * aligned_blocks
+            if shortest > self._blocks or full(shortest * self._size) & self._missing:
+                probes = hashes[(first + 1) * stride - 1 : last * stride : stride]
+                masks = list(map(get, probes))
+                if any(masks):
+                    for stretch in range(last - 1, first - 1, -1):
+                        mask = masks[stretch - first]
+                        if mask and mask & self._missing:
+                            self._around((stretch + 1) * width - 1, mask)
+                            if not self._missing:
+                                return
+            last = first
+        # A window that the prompt's start cuts off holds all blocks from 0 on, "and so" -1.
+        self._around(-1, self._missing)
+
+    def _around(self, pivot: int, mask: int) -> None:
+        """Lengths whose window holds block ``pivot``, which the workers of ``mask`` have."""
+        size, width, ahead = self._size, self._width, self._ahead
+        aligned_blocks = self._prompt.aligned_tokens // size
+        shortest = max(1, -(-(pivot + 1) // aligned_blocks)) * aligned_blocks
+        longest = min(pivot + width if pivot >= 0 else width - 1, self._blocks)
+        longest -= longest % aligned_blocks
+        if longest < shortest:
             return
+        mask &= self._missing & self._full(shortest * size)
+        if not mask:
+            return
+        # Workers that have the pivot and the n blocks behind it, and all n blocks up to it.
+        right = self._run(pivot + 1, longest + ahead - pivot - 1, 1, mask)
+        left = self._run(pivot - 1, width - 1, -1, mask) if pivot >= 0 else [mask] * width
+        for end in range(longest, shortest - 1, -aligned_blocks):
+            behind, before = end + ahead - pivot - 1, pivot - end + width
+            if pivot < 0:
+                before = 0
+            if behind >= len(right) or before >= len(left):
+                continue
+            found = right[behind] & left[before] & self._missing
+            if not found:
+                continue
+            found &= self._full(end * size)
+            for joined in self._others:
+                found = _confirmed(self._prompt, joined, end * size, found)
+            if found:
+                self.found.append((end * size, found))
+                self._missing &= ~found
+                if not self._missing & mask:
+                    return
+
+    def _run(self, start: int, count: int, step: int, mask: int) -> list[int]:
+        """Workers that have the first n of the blocks from ``start`` on, for n = 0, 1, …
+
+        The list ends where there are none left.
+        """
+        hashes, get, hash_blocks = self._prompt.hashes, self._get, self._hash_blocks
+        if step > 0:
+            count = min(count, self._known_blocks - start)
+        run = [mask]
+        for block in range(start, start + step * count, step):
+            mask &= get(hashes[(block + 1) * hash_blocks - 1], 0)
+            if not mask:
+                break
+            run.append(mask)
+        return run
 
 
 def _confirmed(prompt: Prompt, joined: Windows, tokens: int, mask: int) -> int:
@@ -124,96 +254,3 @@ def _confirmed(prompt: Prompt, joined: Windows, tokens: int, mask: int) -> int:
             return 0
         mask &= joined.masks.get(prompt.hashes[at], 0)
     return mask
-
-
-class _Search:
-    """Looks for windows from the longest length down.
-
-    Attributes:
-        missing: workers whose longest hit is not known yet.
-    """
-
-    def __init__(self, prompt: Prompt, steps: Sequence[Reach]) -> None:
-        self.missing = steps[-1][1]
-        self._prompt = prompt
-        self._steps = steps
-
-    def _full(self, tokens: int) -> int:
-        """Workers in question whose full attention has ``tokens``."""
-        reach = 0
-        # Few lengths differ, and mostly the first ones are meant.
-        for length, mask in self._steps:
-            if length < tokens:
-                break
-            reach = mask
-        return reach & self.missing
-
-    def windows_of(self, joined: Windows) -> Iterator[Reach]:
-        """Lengths with a window of one geometry, longest first, and the workers that have both."""
-        size, width = joined.geometry.block_size_tokens, joined.geometry.window_blocks
-        hash_blocks = size // self._prompt.hash_tokens
-        hashes, get = self._prompt.hashes, joined.masks.get
-        stride = width * hash_blocks
-        blocks = self._steps[0][0] // size  # of the longest prefix
-        # Every window that ends at ``width`` blocks or later holds the last block of one stretch
-        # of ``width`` blocks; stretch i ends with block ``(i + 1) * width - 1``.
-        last = blocks // width
-        while last > 0:
-            first = max(0, last - _PROBES)
-            if self._full((first + 1) * width * size):
-                found = map(get, hashes[(first + 1) * stride - 1 : last * stride : stride])
-                masks = [mask or 0 for mask in found]
-                for stretch in range(last - 1, first - 1, -1):
-                    if masks[stretch - first] & self.missing:
-                        pivot = (stretch + 1) * width - 1
-                        yield from self._around(joined, pivot, masks[stretch - first], blocks)
-            last = first
-        yield from self._around(joined, -1, -1, blocks)
-
-    def _around(self, joined: Windows, pivot: int, mask: int, blocks: int) -> Iterator[Reach]:
-        """Lengths whose window holds block ``pivot``, which ``mask`` has; -1 is before the first.
-
-        A window that the prompt's start cuts off holds all blocks from 0 on, so it "holds" -1.
-        """
-        geometry = joined.geometry
-        size, width, ahead = (
-            geometry.block_size_tokens,
-            geometry.window_blocks,
-            geometry.lookahead_blocks,
-        )
-        shortest = max(1, pivot + 1)  # in blocks
-        mask &= self._full(shortest * size)
-        if not mask:
-            return
-        # Workers that have the pivot and the n blocks behind it, and all n blocks up to it.
-        longest = min(pivot + width if pivot >= 0 else width - 1, blocks)
-        right = self._run(joined, pivot + 1, longest + ahead - pivot - 1, 1, mask)
-        left = self._run(joined, pivot - 1, width - 1, -1, mask) if pivot >= 0 else []
-        for end in range(longest, shortest - 1, -1):
-            tokens = end * size
-            behind = end + ahead - pivot - 1
-            if tokens % self._prompt.aligned_tokens or behind >= len(right):
-                continue
-            before = pivot - max(0, end - width) if pivot >= 0 else 0
-            if before >= len(left) and pivot >= 0:
-                continue
-            found = right[behind] & (left[before] if pivot >= 0 else -1)
-            found &= self._full(tokens)
-            if found:
-                yield tokens, found
-
-    def _run(self, joined: Windows, start: int, count: int, step: int, mask: int) -> list[int]:
-        """Workers that have the first n of the blocks from ``start`` on, for n = 0, 1, …
-
-        The list ends where there are none left.
-        """
-        hash_blocks = joined.geometry.block_size_tokens // self._prompt.hash_tokens
-        hashes, get, known = self._prompt.hashes, joined.masks.get, len(self._prompt.hashes)
-        run = [mask]
-        for block in range(start, start + step * count, step):
-            at = (block + 1) * hash_blocks - 1
-            mask &= get(hashes[at], 0) if at < known else 0
-            if not mask:
-                break
-            run.append(mask)
-        return run

@@ -105,11 +105,11 @@ def test_the_index_answers_what_the_definition_says(layout, data):
         sent[name] = feed(index, name, engine)
     limit = data.draw(st.sampled_from([LENGTH * UNIT, LENGTH * UNIT - 1, 11 * UNIT]))
     for prompt in PROMPTS:
-        hits = index.lookup(prompt, limit)
+        hits, prefixes = index.lookup(prompt, limit), index.full_prefixes(prompt, limit)
         for name, engine in engines.items():
             unit = aligned(groups)
-            assert hits.tokens.get(name, 0) == engine.hit(prompt, unit, limit)
-            assert hits.full_tokens.get(name, 0) == engine.full_hit(prompt, unit, limit)
+            assert hits.get(name, 0) == engine.hit(prompt, unit, limit)
+            assert prefixes.get(name, 0) == engine.full_hit(prompt, unit, limit)
     for name, engine in engines.items():
         assert index.blocks_of(name) == sum(len(+copies) for copies in engine.copies)
     assert index.unknown_removals == 0
@@ -151,7 +151,7 @@ def test_lost_batches_never_make_false_residency(layout, data):
             sent, lost_unseen = len(engine.batches), False
         if sent == len(engine.batches) and not lost_unseen:
             for prompt in PROMPTS:
-                found = index.lookup(prompt, LENGTH * UNIT).tokens.get("w", 0)
+                found = index.lookup(prompt, LENGTH * UNIT).get("w", 0)
                 assert found <= engine.hit(prompt, aligned(groups), LENGTH * UNIT)
 
 
@@ -171,7 +171,7 @@ def served(groups, *prompts):
 
 
 def tokens(index, prompt, name="w"):
-    return index.lookup(prompt, LENGTH * UNIT).tokens.get(name, 0)
+    return index.lookup(prompt, LENGTH * UNIT).get(name, 0)
 
 
 def test_a_gap_is_filled_by_a_replay():
@@ -266,7 +266,7 @@ def best(engines, prompt):
     index = index_for(HYBRID)
     for name, engine in engines.items():
         feed(index, name, engine)
-    hits = index.lookup(prompt, LENGTH * UNIT).tokens
+    hits = index.lookup(prompt, LENGTH * UNIT)
     return max(hits, key=lambda name: hits[name]), {n: t // UNIT for n, t in hits.items()}
 
 
@@ -301,9 +301,10 @@ def test_sparse_windows_are_no_prefix():
     engine.store(3, A, 0, 24, lambda block: block in (4, 5, 6, 7, 20, 21, 22, 23))
     engine.store(4, A, 0, 12, lambda block: block < 4 or block > 7)
     feed(index, "w", engine)
-    hits = index.lookup(A, LENGTH * UNIT)
-    assert hits.full_tokens["w"] == 16 * UNIT  # windows beyond it count for nothing
-    assert hits.tokens["w"] == 8 * UNIT == engine.hit(A, 4 * UNIT, LENGTH * UNIT)
+    assert index.full_prefixes(A, LENGTH * UNIT) == {
+        "w": 16 * UNIT
+    }  # windows beyond it count for nothing
+    assert tokens(index, A) == 8 * UNIT == engine.hit(A, 4 * UNIT, LENGTH * UNIT)
     engine.remove(2, A[7])  # the same hash lives on in the other groups
     feed(index, "w", engine, len(engine.batches) - 1)
     assert tokens(index, A) == 0
@@ -347,8 +348,8 @@ def test_removed_workers_leave_nothing_and_their_bit_is_used_again():
     index.remove("b")
     assert index.workers == ("a", "c")
     index.apply("d", 0, [])
-    assert set(index.lookup(A, LENGTH * UNIT).tokens) == {"a", "c"}
-    assert index.lookup(A, LENGTH * UNIT).tokens.get("d") is None
+    assert set(index.lookup(A, LENGTH * UNIT)) == {"a", "c"}
+    assert index.lookup(A, LENGTH * UNIT).get("d") is None
     index.remove("nobody")
 
 
@@ -390,7 +391,7 @@ def test_memory_is_bounded_by_what_is_resident():
         used = tracemalloc.get_traced_memory()[0]
         assert used < BYTES_PER_BLOCK * blocks * len(groups)
         assert used < 10_000 * blocks  # for a block of tokens, all groups together
-        assert index.lookup(hashes, blocks * UNIT).tokens == dict.fromkeys(workers, blocks * UNIT)
+        assert index.lookup(hashes, blocks * UNIT) == dict.fromkeys(workers, blocks * UNIT)
         for _ in range(3):
             for group in range(len(groups)):
                 send(BlockRemoved(hashes, group))
@@ -420,7 +421,7 @@ def test_a_long_prompt_on_many_workers_is_looked_up_in_a_few_steps():
                 BlockStored(window, None, 0, 32, 1, "sliding_window", groups[1].window_tokens),
             ],
         )
-    assert len(index.lookup(hashes, units * 32).full_tokens) == 64
+    assert len(index.full_prefixes(hashes, units * 32)) == 64
     best_s = min(_timed(index, hashes) for _ in range(5))
     assert best_s < 0.01
 
