@@ -326,10 +326,10 @@ class Router:
     def _bounded(self, request: Request, names: list[str], now_s: float) -> frozenset[str]:
         """Targets that may take one more session; all, where the request opens none."""
         while self._sessions:
-            session, (_, seen_s) = next(iter(self._sessions.items()))
+            oldest, (_, seen_s) = next(iter(self._sessions.items()))
             if seen_s > now_s - self._ttl_s:
                 break
-            self._forget_session(session)
+            self._forget_session(oldest)
         session = request.session
         if session is None or self._sessions.get(session, ("", 0.0))[0] in names:
             return frozenset(names)
@@ -346,10 +346,9 @@ class Router:
         tied = [c.target for c in within if c.in_bound] or [c.target for c in within]
         if len(tied) == 1:
             return tied[0], "cost"
-        if request.session in self._sessions:
-            home = self._sessions[request.session][0]
-            if home in tied:
-                return home, "session"
+        home, _ = self._sessions.get(request.session or "", ("", 0.0))
+        if home in tied:
+            return home, "session"
         work = {name: self.loads[name].recent_work_s(now_s) for name in tied}
         least = min(work.values()) + _TIE
         idle = [name for name in tied if work[name] <= least]
