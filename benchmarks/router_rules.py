@@ -12,7 +12,8 @@ from mimo_plugin.core.kv_events import BlockStored
 from mimo_plugin.core.reservations import Reservations
 from mimo_plugin.core.residency import ResidencyIndex
 from mimo_plugin.core.ring import HashRing
-from mimo_plugin.core.routing import Request, Router, Target
+from mimo_plugin.core.routing import Router
+from mimo_plugin.core.targets import Request, Target
 
 Choose: TypeAlias = Callable[[Arrival], Node]
 
@@ -96,6 +97,7 @@ class Ours:
             Reservations(BLOCK, BLOCK, every_block=not hybrid),
             SPEED,
             random.Random(seed),
+            prefixes=self._index.full_prefixes if hybrid else None,
             queue_weight=queue_weight,
             grace_s=0.0,
             # A simulated queue may be minutes long; nothing in it gets lost.

@@ -2,12 +2,15 @@
 """Which worker gets a request.
 
 The cost of a worker is the time until the request's first token there, plus what its prefill costs
-the others: ``wait + (1 + q) * T_prefill(uncached)``. ``q`` is the mean number of requests per
-worker that wait for their first token: what is computed again delays those behind it. The hit is
-what the worker has or, by requests on their way to it, will have when its turn comes.
+the others: ``wait + (1 + w * q) * T_prefill(uncached)``. ``q`` is the mean number of requests per
+worker that wait for their first token: what is computed again delays those behind it, and, as
+queues that long do not end soon, as many again that have yet to come (``w``, 2). The hit is what
+the worker has or, by requests on their way to it, will have when its turn comes.
 
 Workers whose costs are equal are a tie. A session stays where it was while that is one of them;
-else the one that was given least work lately takes it, and chance decides among those. For a new
+else the worker takes it that has most of the prompt in full attention, though it lacks the windows
+for a hit: engines learn where prompts part from such misses, and nothing is held twice. Then the
+one that was given least work lately, and chance decides among those. For a new
 session, the hit on a worker that has ``spread`` times its share of the live sessions counts no more
 than the best one elsewhere: or all that share a system prompt would follow the first one.
 
@@ -19,7 +22,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil
 from random import Random
 
@@ -27,111 +30,11 @@ from mimo_plugin.core.kv_events import Hash
 from mimo_plugin.core.load import Load, Speed
 from mimo_plugin.core.reservations import Reservations
 from mimo_plugin.core.ring import HashRing
+from mimo_plugin.core.targets import ROLES, Candidate, Decision, NoTargetError, Request, Target
 
-ROLES = ("both", "prefill", "decode", "encode")
 _TIE = 1e-6  # of the cost; below that it is rounding
 _RING_POINTS = 256
 _RING_TRIES = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """One place that a request can be sent to: a worker, or one data-parallel rank of it.
-
-    Attributes:
-        worker: its address.
-        rank: data-parallel rank, each with a KV cache of its own; None: the worker has one.
-        role: one of ``ROLES``.
-        drained: gets nothing new.
-    """
-
-    worker: str
-    rank: int | None = None
-    role: str = "both"
-    drained: bool = False
-
-    def __post_init__(self) -> None:
-        if self.role not in ROLES:
-            raise ValueError(f"role: found {self.role!r}; allowed: {', '.join(ROLES)}")
-
-    @property
-    def name(self) -> str:
-        """Unique among targets."""
-        return self.worker if self.rank is None else f"{self.worker}#{self.rank}"
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What has to be known of a request.
-
-    Attributes:
-        id: unique among those in flight.
-        hashes: of its prompt's blocks, as the workers make them.
-        prompt_tokens: length of the prompt.
-        session: the chat that it is a turn of, or None.
-        media_keys: of its images and videos.
-        kept_tokens: lengths where its worker will keep windows, beside the prompt's end (starts of
-            messages, where workers run the feature ``kv``).
-    """
-
-    id: str
-    hashes: Sequence[Hash]
-    prompt_tokens: int
-    session: str | None = None
-    media_keys: Sequence[str] = ()
-    kept_tokens: Sequence[int] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """What a target would cost.
-
-    Attributes:
-        hit_tokens: of the prompt, that it has or will have.
-        reserved: the hit rests on a request on its way there.
-        wait_s: until the prefill would begin.
-        prefill_s: of what is not hit.
-        media_s: of encoding images and videos that others have embeddings of.
-        cost: seconds, what it is chosen by; for decodes the tokens in its memory.
-        in_bound: False: it has its share of the sessions, and so this new one's hit counts no more
-            there than elsewhere.
-    """
-
-    target: str
-    hit_tokens: int
-    reserved: bool
-    wait_s: float
-    prefill_s: float
-    media_s: float
-    cost: float
-    in_bound: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """Where a request goes, and why.
-
-    Attributes:
-        target: name of the target.
-        reason: ``only`` (no other could take it), ``cost`` (cheapest), or what decided a tie:
-            ``session``, ``work`` (given least lately), ``chance``; for media ``owner``.
-        queue: mean requests in flight per target, the ``q`` of the cost.
-        candidates: all that could have taken it, cheapest first.
-    """
-
-    target: str
-    reason: str
-    queue: float
-    candidates: tuple[Candidate, ...]
-
-    @property
-    def chosen(self) -> Candidate:
-        """The candidate that it is."""
-        return next(c for c in self.candidates if c.target == self.target)
-
-
-class NoTargetError(LookupError):
-    """No target can take the request: none of the role, or all drained or excluded."""
 
 
 Lookup = Callable[[Sequence[Hash], int], Mapping[str, int]]
@@ -143,6 +46,8 @@ class Router:
     Args:
         lookup: hits by target name of ``(hashes, max_hit_tokens)``, as
             :meth:`ResidencyIndex.lookup` gives them.
+        prefixes: the same for full attention alone (:meth:`ResidencyIndex.full_prefixes`), where
+            there are sliding windows.
         reservations: of requests on their way.
         speed: of every target, unless ``set_target`` is given another one.
         random: chance.
@@ -164,7 +69,8 @@ class Router:
         speed: Speed,
         random: Random,
         *,
-        queue_weight: float = 1.0,
+        prefixes: Lookup | None = None,
+        queue_weight: float = 2.0,
         encode_s: float = 0.2,
         spread: float = 1.25,
         session_ttl_s: float = 600.0,
@@ -177,7 +83,7 @@ class Router:
         self.targets: dict[str, Target] = {}
         self.loads: dict[str, Load] = {}
         self._speeds: dict[str, Speed] = {}
-        self._lookup, self._reservations = lookup, reservations
+        self._lookup, self._prefixes, self._reservations = lookup, prefixes, reservations
         self._speed, self._random = speed, random
         self._queue_weight, self._encode_s, self._spread = queue_weight, encode_s, spread
         self._ttl_s, self._max_sessions = session_ttl_s, max_sessions
@@ -349,6 +255,13 @@ class Router:
         home, _ = self._sessions.get(request.session or "", ("", 0.0))
         if home in tied:
             return home, "session"
+        if self._prefixes is not None:
+            found = self._prefixes(request.hashes, max(0, request.prompt_tokens - 1))
+            most = max(found.get(name, 0) for name in tied)
+            longest = [name for name in tied if found.get(name, 0) == most]
+            if len(longest) == 1:
+                return longest[0], "prefix"
+            tied = longest
         work = {name: self.loads[name].recent_work_s(now_s) for name in tied}
         least = min(work.values()) + _TIE
         idle = [name for name in tied if work[name] <= least]

@@ -13,7 +13,8 @@ from mimo_plugin.core.kv_events import BlockStored
 from mimo_plugin.core.load import Load, Speed
 from mimo_plugin.core.reservations import Reservations
 from mimo_plugin.core.residency import ResidencyIndex
-from mimo_plugin.core.routing import NoTargetError, Request, Router, Target
+from mimo_plugin.core.routing import Router
+from mimo_plugin.core.targets import NoTargetError, Request, Target
 
 UNIT = 16
 SPEED = Speed(PrefillCost(1e9), tokens_per_s=1000.0, fixed_s=0.0)  # 1 ms a token
@@ -71,7 +72,7 @@ class Fleet:
 
 
 def test_the_cost_is_wait_and_prefill_and_what_it_costs_others():
-    fleet = Fleet("ab")
+    fleet = Fleet("ab", queue_weight=1.0)
     fleet.holds("a", prompt(("chat", 40)))
     fleet.send(request("1", prompt(("x", 20))), 0.0, exclude="b")  # a: 321 tokens
     fleet.send(request("2", prompt(("y", 10))), 0.0, exclude="a")  # b: 161 tokens
@@ -196,6 +197,33 @@ def test_sessions_with_a_common_head_stick_and_spread(events, together, seed):
         now_s += 100
     assert max(work.values()) <= 1.25 * sum(work.values()) / 4
     assert max(Counter(homes.values()).values()) <= 5
+
+
+def test_a_prefix_without_windows_breaks_a_tie():
+    """No hit anywhere; the worker that has the full attention of it will learn the junction."""
+    index = ResidencyIndex(UNIT)
+    shared = prompt(("system", 10))
+    window = BlockStored([], None, 0, UNIT, 1, "sliding_window", 2 * UNIT)
+    for name in "abcd":
+        index.apply(name, 0, [window])
+    index.apply("c", 1, [BlockStored(shared, None, 10 * UNIT, UNIT, 0)])
+    router = Router(
+        index.lookup,
+        Reservations(UNIT, UNIT, every_block=False),
+        SPEED,
+        random.Random(0),
+        prefixes=index.full_prefixes,
+    )
+    for name in "abcd":
+        router.set_target(Target(name))
+    asked = request("1", [*shared, 1, 2])
+    decision = router.choose(asked, 0.0)
+    assert (decision.target, decision.reason) == ("c", "prefix")
+    assert decision.chosen.hit_tokens == 0
+    # What is known to nobody goes by work and chance as before.
+    assert router.choose(request("2", prompt(("new", 5))), 0.0).reason == "chance"
+    router.sent(asked, decision, 0.0)
+    assert router.choose(request("3", [*shared, 3]), 0.0).target != "c"  # not for a wait
 
 
 def test_many_sessions_of_one_prompt_do_not_wait_for_the_bound():
