@@ -318,6 +318,20 @@ def test_nothing_is_a_hit_until_every_group_was_heard_of():
     assert tokens(index, A) == LENGTH * UNIT
 
 
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_window"])
+def test_a_group_met_late_takes_back_what_the_others_alone_had(kind):
+    index = ResidencyIndex(UNIT)
+    window = 2 * UNIT if kind == "sliding_window" else None
+    index.apply("w", 0, [BlockStored(A, None, LENGTH * UNIT, UNIT, 0, "full_attention")])
+    index.apply("w", 1, [BlockStored(A, None, LENGTH * UNIT, UNIT, 1, kind, window)])
+    assert tokens(index, A) == LENGTH * UNIT
+    index.apply("w", 2, [BlockStored([], None, 0, UNIT, 2, kind, window)])
+    assert tokens(index, A) == 0
+    # Blocks that all groups report again count again.
+    index.apply("w", 3, [BlockStored(A, None, LENGTH * UNIT, UNIT, 2, kind, window)])
+    assert tokens(index, A) == LENGTH * UNIT
+
+
 def test_a_kind_of_unknown_rule_makes_no_hits():
     index = ResidencyIndex(UNIT)
     index.apply("w", 0, [BlockStored(A, None, LENGTH * UNIT, UNIT, 0)])
