@@ -5,6 +5,7 @@
 #   make run QUICK=1             a quarter of the sessions
 #   make test                    all checks; TIER=unit runs one of lint, unit, contracts, engine,
 #                                sglang
+#   make test-lmcache            the tests that need LMCache, which is laid into .lmcache (4 s, 94 MB)
 #   make bench                   all benchmarks; BENCH=retention runs one, QUICK=1 shortens it;
 #                                those that need a GPU (gpu_…) or SGLang's environment (sglang_…)
 #                                run by name only
@@ -14,7 +15,7 @@
 #   make … PY=/path/to/python    use this environment as it is instead of .venv-vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang setup-all run test lint bench tiny-trained doctor clean
+.PHONY: help setup setup-sglang setup-all run test test-lmcache lint bench tiny-trained doctor clean
 
 VENV := .venv-vllm
 PY ?=
@@ -35,7 +36,7 @@ BENCH ?= $(filter-out _% gpu_% sglang_%,$(basename $(notdir $(shell grep -l -- '
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' $(MAKEFILE_LIST)
-	@echo "Targets: setup setup-sglang setup-all run test lint bench tiny-trained doctor clean"
+	@echo "Targets: setup setup-sglang setup-all run test test-lmcache lint bench tiny-trained doctor clean"
 
 setup:
 	@python3 -m tools.setup_vllm $(if $(FORCE),--force)
@@ -50,6 +51,14 @@ run: $(READY)
 
 test: $(TEST_READY)
 	@$(PYTHON) -m tools.tiers $(foreach tier,$(TIER),--tier $(tier)) $(ARGS)
+
+LMCACHE := lmcache==0.5.6 opentelemetry-exporter-prometheus==0.60b1
+LMCACHE_TESTS := tests/tiers/test_lmcache_adapter.py tests/patches/test_lmcache_patches.py \
+  integration_tests/test_vllm_lmcache.py
+
+test-lmcache: $(READY)
+	@test -d .lmcache/lmcache || $(PYTHON) -m pip install -q --no-deps --target .lmcache $(LMCACHE)
+	@MIMO_LMCACHE=$(CURDIR)/.lmcache $(PYTHON) -m pytest $(LMCACHE_TESTS) $(ARGS)
 
 lint: $(READY)
 	@$(PYTHON) -m tools.tiers --tier lint

@@ -47,8 +47,9 @@ DEVICE_HIT, LMCACHE_HIT = 1600, 1536
 """Of a prompt that was served: vLLM hits whole blocks of 64 tokens, LMCache whole chunks."""
 FULL_BYTES = 2 * CHUNK_TOKENS * 1 * 2 * 32 * 4
 """A chunk's object of full attention: layers, tokens, heads, K and V, head size, fp32."""
-WINDOW_BYTES = 6 * WINDOW_TOKENS * 2 * 2 * 32 * 4
-"""A chunk's object of the window: LMCache keeps the last window of each chunk."""
+WINDOW_BYTES = 6 * CHUNK_TOKENS * 2 * 2 * 32 * 4
+"""A chunk's object of sliding-window layers. Only the last window of it is filled, but without a
+GPU LMCache makes it as large as if all were."""
 HEADER_BYTES = 32
 SLOW_COPY = """
 import sys, time

@@ -151,6 +151,7 @@ _TABLE = (
             "vllm.v1.kv_offload.tiering.manager",
             "vllm.v1.kv_offload.tiering.base",
             "vllm.v1.kv_offload.tiering.spec",
+            "vllm.v1.core.kv_cache_manager",
             "sglang.srt.mem_cache.hicache_storage",
             "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller",
             "sglang.srt.mem_cache.unified_radix_cache",

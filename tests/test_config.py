@@ -144,8 +144,8 @@ def test_planned_feature_is_unavailable():
 
 
 def test_a_feature_of_another_engine_is_unavailable():
-    with pytest.raises(FeatureUnavailable, match="not in this version for vLLM; available: kv"):
-        parse({"tiers": {}})
+    with pytest.raises(FeatureUnavailable, match="not in this version for SGLang; available: kv"):
+        cfg.parse_config({"mtp": {}}, environ={}, engine="sglang")
 
 
 def test_strictness_comes_from_the_environment():

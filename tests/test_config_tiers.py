@@ -9,7 +9,7 @@ import os
 import pytest
 
 from mimo_plugin.config import parse_config
-from mimo_plugin.config_tiers import require_place
+from mimo_plugin.config_tiers import VLLM_ONLY, TiersConfig, require_place
 from mimo_plugin.errors import ConfigError
 
 
@@ -38,8 +38,17 @@ def parse(tiers):
         ({"host_swa_share": 0}, ("mimo.tiers.host_swa_share", "> 0 and < 1")),
         ({"host_swa_share": 1}, ("mimo.tiers.host_swa_share",)),
         ({"verify": 1}, ("mimo.tiers.verify", "true or false")),
-        ({"store": "mooncke"}, ("mimo.tiers.store", "did you mean 'mooncake'?")),
+        ({"store": "moon"}, ("mimo.tiers.store", "did you mean 'mooncake'?")),
         ({"capacity_gb": 1}, ("did you mean 'capacity_gib'?",)),
+        ({"host_gib": 0}, ("mimo.tiers.host_gib", "> 0")),
+        ({"host_gib": "64"}, ("mimo.tiers.host_gib", "> 0")),
+        ({"classes": ["laddr"]}, ("mimo.tiers.classes", "ladder")),
+        ({"ladder_min_tokens": 0}, ("mimo.tiers.ladder_min_tokens", ">= 1")),
+        ({"ladder_growth": 0}, ("mimo.tiers.ladder_growth", "> 0")),
+        ({"ladder_growth": 1.5}, ("mimo.tiers.ladder_growth", "<= 1")),
+        ({"outputs": 1}, ("mimo.tiers.outputs", "true or false")),
+        ({"touch_interval_s": -1}, ("mimo.tiers.touch_interval_s", ">= 0")),
+        ({"message_start_token_ids": [-1]}, ("mimo.tiers.message_start_token_ids",)),
     ],
 )
 def test_what_is_refused(tiers, words):
@@ -84,3 +93,20 @@ def test_where_and_how_much_must_be_said(tiers, words):
     servers = parse({"store": "redis", "path": ["redis://a", "redis://b"]}).tiers
     require_place("mimo.tiers", servers)
     assert servers.paths == ("redis://a", "redis://b")
+
+
+def test_settings_of_vllm_survive_the_way_to_the_other_processes():
+    section = {
+        "host_gib": 0.5,
+        "classes": ["ladder", "turn_end"],
+        "ladder_min_tokens": 64,
+        "ladder_growth": 1,
+        "outputs": False,
+        "touch_interval_s": 0,
+        "message_start_token_ids": [3, 5],
+    }
+    config = parse_config({"tiers": section}, environ={}, engine="vllm")
+    carried = json.loads(json.dumps(config.to_dict()))
+    assert parse_config(carried, environ={}, engine="vllm") == config
+    assert set(section) == set(VLLM_ONLY)
+    assert all(getattr(config.tiers, name) != getattr(TiersConfig(), name) for name in section)

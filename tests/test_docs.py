@@ -35,7 +35,7 @@ from mimo_plugin.core.retention import CLASSES
 from mimo_plugin.core.window import GroupGeometry
 from mimo_plugin.engines.vllm.version import SUPPORTED_MINORS, SUPPORTED_TEXT
 from mimo_plugin.errors import ConfigError
-from mimo_plugin.features import FEATURES
+from mimo_plugin.features import FEATURES, available
 from mimo_plugin.metrics import (
     ADMISSION_REASONS,
     BLOCK_KINDS,
@@ -67,7 +67,7 @@ SECTIONS = {
     "vision": VisionConfig,
     "video": VideoConfig,
 }
-#: and those that vLLM does not have
+#: and those that are not on unless named
 ALL_SECTIONS = {**SECTIONS, "tiers": TiersConfig}
 #: read as text: importing them needs the engine
 ACCOUNTING = ROOT / "mimo_plugin" / "engines" / "vllm" / "kv" / "accounting.py"
@@ -388,7 +388,8 @@ def test_variables():
 
 def test_checks_of_the_doctor():
     checks = set()
-    for name in ("_command_check", "_environment", "_plugins", "doctor"):
+    modules = ("_command_check", "_environment", "_plugins", "_tiers_check", "doctor")
+    for name in modules:
         tree = ast.parse((ROOT / "mimo_plugin" / "cli" / f"{name}.py").read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "check":
@@ -485,7 +486,7 @@ def test_examples_are_accepted():
     for path in WRITTEN:
         for option in re.findall(r"--plugin (mimo(?::\w+(?:,\w+)*)?)", path.read_text()):
             names = set(filter(None, option.partition(":")[2].split(",")))
-            parse_plugin_option(option, "vllm" if names <= set(SECTIONS) else "sglang")
+            parse_plugin_option(option, "vllm" if names <= set(available("vllm")) else "sglang")
 
 
 def test_the_error_that_is_shown_is_the_real_one():

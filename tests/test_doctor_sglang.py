@@ -11,7 +11,7 @@ import pytest
 
 import mimo_plugin
 from mimo_plugin import contracts
-from mimo_plugin.cli import _environment, _plugins, main
+from mimo_plugin.cli import _environment, _plugins
 from tests.test_doctor import Site, only, problems
 
 ENTRY_POINTS = f"[{_plugins.SGLANG_GROUP}]\nmimo = {_plugins.SGLANG_ENTRY}\n"
@@ -168,8 +168,3 @@ def test_settings_that_would_be_accepted(healthy: Site) -> None:
 def test_devices(gpus: list[str], platforms: list[str], level: str, said: str) -> None:
     first = _environment.check_gpu(gpus, _plugins.SGLANG, platforms)[0]
     assert (first.level, said in first.text) == (level, True)
-
-
-def test_a_command_is_for_sglang_only(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["doctor", "--", "vllm", "serve", "x"]) == 2
-    assert "COMMAND: found one with --engine vllm" in capsys.readouterr().err

@@ -25,8 +25,8 @@ def test_available_features_are_fully_described():
 
 
 def test_lists_by_engine():
-    assert features.available("vllm") == ("kv", "scheduler", "mtp", "vision", "video")
-    assert features.defaults("vllm") == features.available("vllm")
+    assert features.defaults("vllm") == ("kv", "scheduler", "mtp", "vision", "video")
     assert features.defaults("sglang") == ("kv", "scheduler", "vision")
-    # A store needs a place, so nobody gets one unasked.
+    # Host memory needs room and a store a place, so nobody gets them unasked.
+    assert features.available("vllm") == (*features.defaults("vllm"), "tiers")
     assert features.available("sglang") == (*features.defaults("sglang"), "tiers")

@@ -202,6 +202,7 @@ def test_paths_that_are_wrong(
         (["--features", "kw"], "kv"),
         (["--features", "kv,replay"], "not in this version"),
         (["--features", ""], "mimo.features: found ''"),
+        (["--features", "kv,tiers"], "no tiers there, without --tiers"),
         (["--tp", "0"], "--tp: found 0"),
         (["--tp", "3"], "--tp: found 3"),
         (["--max-model-len", "0"], "--max-model-len: found 0"),
@@ -237,10 +238,13 @@ def test_every_option_is_one_of_the_engine(tmp_path: Path) -> None:
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_the_engine_s_own_parser_accepts_the_command(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["feature", "connector"])
+def test_the_engine_s_own_parser_accepts_the_command(tmp_path: Path, form: str) -> None:
     path = model_dir(tmp_path / "m", MIMO_V2_FLASH, chat_template=True, mtp_layers=3)
     printed = subprocess.run(
-        [sys.executable, "-m", "mimo_plugin.cli", "flags", "--model", path, "--json"],
+        [sys.executable, "-m", "mimo_plugin.cli", "flags", "--model", path, "--json"]
+        + ["--tiers", "--host-gib", "8", "--tiers-path", "/kv", "--tiers-gib", "9"]
+        + (["--tiers-connector"] if form == "connector" else []),
         capture_output=True,
         text=True,
         check=True,
@@ -258,6 +262,9 @@ def test_the_engine_s_own_parser_accepts_the_command(tmp_path: Path) -> None:
         "print('PARSED', args.plugin, args.block_size, args.prefix_cache_retention_interval,\n"
         "      args.disable_hybrid_kv_cache_manager, args.tool_call_parser,\n"
         "      args.speculative_config['num_speculative_tokens'])\n"
+        "transfer = args.kv_transfer_config\n"
+        "print('TIERS', args.additional_config, transfer and transfer.kv_connector,\n"
+        "      transfer and transfer.kv_role)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, *command[1:]],
@@ -267,7 +274,15 @@ def test_the_engine_s_own_parser_accepts_the_command(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "PARSED mimo:kv,scheduler,mtp 16 0 False mimo 3" in done.stdout
+    last = ",tiers" if form == "feature" else ""
+    assert f"PARSED mimo:kv,scheduler,mtp{last} 16 0 False mimo 3" in done.stdout
+    settings = {"path": "/kv", "capacity_gib": 9.0, "host_gib": 8.0}
+    said = (
+        f"TIERS {dict(mimo=dict(tiers=settings))} None None"
+        if form == "feature"
+        else "TIERS {} MimoTieredConnector kv_both"
+    )
+    assert said in done.stdout, done.stdout
 
 
 # -------------------------------------------------------------------------------------- plan

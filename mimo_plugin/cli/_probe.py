@@ -50,6 +50,45 @@ say("done", refused=not getattr(target, "mimo_plugin_wrapper", False))
 # argv: the arguments of `sglang serve`.
 _SGLANG_CODE = f"from mimo_plugin.engines.sglang.arguments import main; main({_MARK!r})"
 
+# argv: the arguments of `vllm serve`.
+_VLLM_CODE = f"""
+import contextlib, io, json, os, sys
+def say(step, error=None, values=None):
+    text = None if error is None else " ".join(str(error).split())
+    found = {{"step": step, "error": text, "values": values or {{}}}}
+    print("\\n{_MARK}" + json.dumps(found, default=str), flush=True)
+    os._exit(0)
+try:
+    from vllm.plugins import load_general_plugins
+    load_general_plugins()
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    parser = FlexibleArgumentParser()
+    ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
+except BaseException as error:
+    say("load", type(error).__name__ + ": " + str(error))
+printed = io.StringIO()
+try:
+    with contextlib.redirect_stderr(printed):
+        args = parser.parse_args(["serve", *sys.argv[1:]])
+        if getattr(args, "model_tag", None):
+            args.model = args.model_tag
+        engine = AsyncEngineArgs.from_cli_args(args)
+except SystemExit as error:
+    say("parse", (printed.getvalue().strip().splitlines() or [error])[-1])
+except BaseException as error:
+    say("parse", type(error).__name__ + ": " + str(error))
+transfer = engine.kv_transfer_config
+say("done", None, {{
+    "model": engine.model,
+    "section": (engine.additional_config or {{}}).get("mimo"),
+    "kv_connector": getattr(transfer, "kv_connector", None),
+    "kv_connector_extra_config": getattr(transfer, "kv_connector_extra_config", None),
+    "engines": engine.data_parallel_size_local or engine.data_parallel_size or 1,
+}})
+"""
+
 _IMPORT_CODE = f"""
 import importlib, json, os, sys
 try:
@@ -88,6 +127,11 @@ def try_entry_point(value: str, hooked: str, *, call: bool, timeout_s: float) ->
 def try_sglang_command(words: list[str], *, timeout_s: float) -> Probe:
     """Read and resolve the arguments of ``sglang serve`` as SGLang does; nothing is started."""
     return _run(_SGLANG_CODE, words, timeout_s)
+
+
+def try_vllm_command(words: list[str], *, timeout_s: float) -> Probe:
+    """Read the arguments of ``vllm serve`` as vLLM does; the model is not looked at."""
+    return _run(_VLLM_CODE, words, timeout_s)
 
 
 def try_import(module: str, *, timeout_s: float) -> Probe:

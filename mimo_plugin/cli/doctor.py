@@ -18,6 +18,7 @@ from mimo_plugin.cli import _plugins as plugins
 from mimo_plugin.cli._command_check import check_command
 from mimo_plugin.cli._probe import Probe, try_entry_point
 from mimo_plugin.cli._report import Finding, GroupStatus, Report, note, ok, problem
+from mimo_plugin.cli._vllm_command_check import check_command as check_vllm_command
 from mimo_plugin.contracts import find_package
 from mimo_plugin.errors import ConfigError
 
@@ -51,8 +52,8 @@ def add_parser(subparsers: Any) -> None:
         "line",
         nargs="*",
         metavar="COMMAND",
-        help="SGLang only, behind `--`: a command `sglang serve …` to check, with the environment "
-        "of this one; nothing is started",
+        help="behind `--`: a command `vllm serve …` or `sglang serve …` to check, with the "
+        "environment of this one; nothing is started",
     )
     parser.set_defaults(run=run)
 
@@ -60,14 +61,17 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the report; 1 when there is a problem."""
     seam = plugins.SEAMS[args.engine]
-    if args.line and seam is not plugins.SGLANG:
+    other = next((engine for engine in ENGINES if engine != args.engine), None)
+    if args.line[:1] == [other]:
         raise ConfigError(
-            f"COMMAND: found one with --engine {args.engine}; allowed: with --engine sglang; fix: "
-            "drop it, vLLM checks its own command when it starts"
+            f"COMMAND: found one of {other} with --engine {args.engine}; allowed: one of that "
+            f"engine; fix: use --engine {other}"
         )
     report = examine(os.environ, load=not args.no_load, timeout_s=args.timeout_s, seam=seam)
-    if args.line:
+    if args.line and seam is plugins.SGLANG:
         report.add(check_command(args.line, timeout_s=args.timeout_s))
+    elif args.line:
+        report.add(check_vllm_command(args.line, os.environ, timeout_s=args.timeout_s))
     print(report.to_json() if args.json else report.to_text())
     return 1 if report.problems else 0
 

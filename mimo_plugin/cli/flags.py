@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from mimo_plugin.cli import _flags_sglang as sglang
+from mimo_plugin.cli import _flags_tiers as tiers
 from mimo_plugin.cli._command import (
     MIMO_ARCHITECTURES,
     Command,
@@ -18,6 +19,7 @@ from mimo_plugin.cli._command import (
 )
 from mimo_plugin.cli._model import Model, load_model, require_hybrid
 from mimo_plugin.config import parse_plugin_option
+from mimo_plugin.config_tiers import TiersConfig
 from mimo_plugin.core.geometry import GeometryError
 from mimo_plugin.core.pools import plan_pool
 from mimo_plugin.engines.vllm.vision.names import REPLACES as VISION_ARCHITECTURES
@@ -50,6 +52,7 @@ def add_parser(subparsers: Any) -> None:
         "--max-model-len", type=int, metavar="TOKENS", help="default: what the model was made for"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    tiers.add_options(parser)
     sglang.add_options(parser)
     parser.set_defaults(run=run)
 
@@ -58,11 +61,17 @@ def run(args: argparse.Namespace) -> int:
     """Print the command."""
     model = load_model(args.model)
     if args.engine == sglang.ENGINE:
+        tiers.refuse_options(args)
         command = sglang.sglang_command(model, sglang.wanted(args))
     else:
         sglang.refuse_options(args)
         command = vllm_command(
-            model, features=args.features, tp=args.tp, max_len=args.max_model_len
+            model,
+            features=args.features,
+            tp=args.tp,
+            max_len=args.max_model_len,
+            tiers_config=tiers.wanted(args),
+            connector=args.tiers_connector,
         )
     if args.json:
         print(command.to_json())
@@ -74,9 +83,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def vllm_command(
-    model: Model, *, features: str | None = None, tp: int = 1, max_len: int | None = None
+    model: Model,
+    *,
+    features: str | None = None,
+    tp: int = 1,
+    max_len: int | None = None,
+    tiers_config: TiersConfig | None = None,
+    connector: bool = False,
 ) -> Command:
     """The recommended ``vllm serve`` command for a model.
+
+    Args:
+        model: whose command.
+        features: names, comma-separated; None takes those that fit.
+        tp: tensor parallel size.
+        max_len: tokens; None: what the model was made for.
+        tiers_config: keep KV in host memory and perhaps in a store; None: no.
+        connector: say that with the connector's own argument, in place of the feature.
 
     Raises:
         ConfigError: unknown feature, or a size that does not fit the model.
@@ -85,10 +108,18 @@ def vllm_command(
     require_hybrid(model)
     drafts, why_none = mtp_layers_of(model)
     media = model.architecture in VISION_ARCHITECTURES
-    fits = {"mtp": bool(drafts), "vision": media, "video": media}
+    tiered = tiers_config is not None and not connector
+    fits = {"mtp": bool(drafts), "vision": media, "video": media, tiers.FEATURE: tiered}
     names = tuple(name for name in available("vllm") if fits.get(name, True))
     if features is not None:
         names = parse_plugin_option(f"mimo:{features}") or ()
+        if (tiers.FEATURE in names) != tiered:
+            raise setting_error(
+                "--features",
+                features,
+                "tiers there, with --tiers" if tiered else "no tiers there, without --tiers",
+                "add tiers to it" if tiered else "add --tiers --host-gib X, or drop tiers",
+            )
     geometry = model.geometry
     window = geometry.window_tokens or 0
     block = block_tokens(window)
@@ -134,4 +165,7 @@ def vllm_command(
         notes.append(f"{drafts} MTP layers found, one for each draft token; needs Model Runner V2")
     elif why_none:
         notes.append(f"speculative decoding is left out: {why_none}")
+    if tiers_config is not None:
+        arguments.append(tiers.arguments_of(tiers_config, connector=connector))
+        notes += tiers.notes_of(model, tiers_config, plan, tp)
     return Command(arguments=tuple(arguments), notes=tuple(notes))

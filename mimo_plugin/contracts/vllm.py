@@ -11,7 +11,9 @@ from mimo_plugin.contracts.vllm_mtp_sched import MTP_SCHED_ROWS
 from mimo_plugin.contracts.vllm_mtp_transfer import MTP_TRANSFER_ROWS
 from mimo_plugin.contracts.vllm_qwen import QWEN_ROWS
 from mimo_plugin.contracts.vllm_sched import SCHED_ROWS
+from mimo_plugin.contracts.vllm_tier_host import TIER_HOST_ROWS
 from mimo_plugin.contracts.vllm_tier_store import TIER_STORE_ROWS
+from mimo_plugin.contracts.vllm_tiers import TIERS_ROWS
 from mimo_plugin.contracts.vllm_video import VIDEO_ROWS
 from mimo_plugin.contracts.vllm_vision import VISION_ROWS
 
@@ -161,6 +163,8 @@ VLLM_CONTRACTS: tuple[Contract, ...] = (
     *QWEN_ROWS,
     *MEDIA_ROWS,
     *VIDEO_ROWS,
+    *TIERS_ROWS,
+    *TIER_HOST_ROWS,
     *TIER_STORE_ROWS,
 )
 """Every row.  One without features concerns the plugin itself: the switch and the metrics."""

@@ -27,7 +27,12 @@ TIER_STORE_ROWS: tuple[Contract, ...] = (
         "bytes of a layer's page, and of it without padding",
         has="page_size_bytes unpadded_page_size_bytes has_layer_views get_block_stride_alignment",
     ),
-    _class(_SPECS, "ChunkedLocalAttentionSpec", "its layers count as windowed"),
+    _class(
+        _SPECS,
+        "ChunkedLocalAttentionSpec",
+        "its layers count as windowed",
+        base="AttentionSpec",
+    ),
     _call(_SPECS, "iter_layer_specs", "the specs of a group's layers", first="kv_cache_spec"),
     _class(
         _SPECS,
@@ -47,7 +52,7 @@ TIER_STORE_ROWS: tuple[Contract, ...] = (
         "what a worker registers is compared with what the scheduler derives",
         has="tensors group_data_refs",
     ),
-    _class(_BASE, "CanonicalKVCacheTensor", "as above", has="page_size_bytes"),
+    _class(_BASE, "CanonicalKVCacheTensor", "as above", has="page_size_bytes tensor"),
     _class(_BASE, "CanonicalKVCacheRef", "as above", has="tensor_idx page_size_bytes"),
     _call(
         _REGION,
@@ -65,7 +70,8 @@ TIER_STORE_ROWS: tuple[Contract, ...] = (
         _CONFIG,
         "OffloadingConfig",
         "part of the keys of pages",
-        has="groups model cache parallel kv_cache_layout replicated_layout",
+        has="groups model cache parallel kv_cache_layout replicated_layout engine_id extra_config "
+        "worker_kv_bytes_per_block",
     ),
     _class(
         _CONFIG, "OffloadingGroupConfig", "as above", has="group_id tokens_per_block layer_names"
@@ -76,13 +82,13 @@ TIER_STORE_ROWS: tuple[Contract, ...] = (
         _CONFIG,
         "OffloadingParallelConfig",
         "as above",
-        has="world_size tp_size pp_size pcp_size dcp_size",
+        has="rank world_size tp_size pp_size pcp_size dcp_size",
     ),
     # -- keys and answers
-    _class(_BASE, "LookupResult", "answers to look-ups", has="HIT MISS RETRY"),
+    _class(_BASE, "LookupResult", "answers to look-ups", has="HIT HIT_PENDING MISS RETRY"),
     _class(_BASE, "Medium", "where hits come from", has="STORAGE"),
     Contract(module=_BASE, name="OffloadKey", features=_TIERS, why="a key: hash and group"),
-    _class(_BASE, "ReqContext", "repairs have one of their own", has="req_id"),
+    _class(_BASE, "ReqContext", "repairs have one of their own", has="load_tier_filter req_id"),
     _class(_BASE, "RequestOffloadingContext", "a store takes chunks one by one", has="policy"),
     _class(_BASE, "ScheduleEndContext", "the end of a step"),
     _call(_BASE, "get_offload_block_hash", "part of the keys of pages", first="key"),
@@ -104,7 +110,7 @@ TIER_STORE_ROWS: tuple[Contract, ...] = (
         "what a tier below host memory is asked",
         has="lookup submit_store submit_load get_finished_jobs has_pending_work touch "
         "on_new_request on_request_finished on_schedule_end drain_jobs shutdown block_size_bytes "
-        "_primary_kv_view",
+        "_primary_kv_view bp_detector locality medium tier_type",
     ),
     _call(
         _TIER,
@@ -129,7 +135,8 @@ TIER_STORE_ROWS: tuple[Contract, ...] = (
         _MANAGER,
         "TieringOffloadingManager",
         "keeps alive and repairs on top of it",
-        has="primary_tier secondary_tiers create_store_job _should_store_to_tier",
+        has="primary_tier secondary_tiers create_store_job _should_store_to_tier "
+        "_maybe_process_finished_jobs",
     ),
     _call(
         _MANAGER,
@@ -153,6 +160,8 @@ TIER_STORE_ROWS: tuple[Contract, ...] = (
         _MANAGER,
         "CPUPrimaryTierOffloadingManager",
         "host memory",
-        has="prepare_read complete_read get_kv_memoryview",
+        has="prepare_read complete_read get_kv_memoryview lookup touch _get_num_free_chunks "
+        "_mmap_region _num_evictable_cache_chunks",
+        base="CPUOffloadingManager",
     ),
 )

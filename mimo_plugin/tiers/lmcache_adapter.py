@@ -90,7 +90,6 @@ class MimoL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._store_results: dict[int, Any] = {}
         self._tasks = 0
         self._touches_dropped = 0
-        self._closed = False
 
     # -- events ------------------------------------------------------------------------------------
 
@@ -187,10 +186,6 @@ class MimoL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     def close(self) -> None:
         """End the tasks and let go of the store; a second call does nothing."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
         self._workers.shutdown(wait=True, cancel_futures=True)
         self._toucher.shutdown(wait=True, cancel_futures=True)
         self._store.close()

@@ -144,8 +144,8 @@ def test_windows_alone_are_loaded(touches: Any, loads: Any) -> None:
 def test_random_evictions_load_what_is_missing(kind: str, request: pytest.FixtureRequest) -> None:
     """Block by block as counted by hand, with the tokens of a run without a cache."""
     found = request.getfixturevalue(kind)["histories"]
-    assert found["loads"] >= 20 and found["hits"] > 10_000 and found["tails"] >= 2
-    assert found["wrong"] == found["tokens"] == found["shared_tails"] == found["lost_blocks"] == 0
+    assert found["loads"] >= 15 and found["hits"] > 5_000 and found["longer"] >= 5
+    assert found["wrong"] == found["tokens"] == found["adopted"] == found["lost_blocks"] == 0
 
 
 def test_plain_source_loads_what_it_has(plain: Any) -> None:

@@ -188,6 +188,15 @@ def test_it_is_decided_before_sglang_resolves(
     assert seen == ["dynamic"]
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("host_gib", 1), ("outputs", False), ("classes", ["ladder"]), ("touch_interval_s", 1)],
+)
+def test_settings_of_vllm(asked: dict[str, Any], ask: Any, name: str, value: Any) -> None:
+    line = refused(lambda: ask({**asked, name: value}), ConfigError)
+    assert f"mimo.tiers.{name}" in line and "no value on SGLang" in line
+
+
 def test_beside_others_and_without_being_named(
     engine: Engine, asked: dict[str, Any], ask: Any
 ) -> None:

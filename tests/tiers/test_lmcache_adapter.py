@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import select
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,6 +35,7 @@ from lmcache.v1.distributed.l2_adapters.factory import (  # noqa: E402
 )
 
 from mimo_plugin.errors import MimoError  # noqa: E402
+from mimo_plugin.tiers import lmcache_adapter  # noqa: E402
 from mimo_plugin.tiers.lmcache_adapter import MimoL2Adapter  # noqa: E402
 from mimo_plugin.tiers.lmcache_plan import longest_hit  # noqa: E402
 
@@ -225,8 +227,32 @@ def test_a_group_that_lost_its_window_keeps_nothing_of_that_length_alive(
 def test_no_touch_where_it_is_switched_off(make: Callable[..., Any]) -> None:
     adapter, keys = make(touch_interval_s=None), keys_of(1, 5)
     store(adapter, keys)
-    look_up(adapter, keys)
+    assert look_up(adapter, keys) == list(range(10))
     assert touched(adapter, 1) == 0
+
+
+def test_touches_that_wait_are_bounded_and_let_others_follow(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lmcache_adapter, "MAX_TOUCHES_WAITING", 1)
+    adapter = make()
+    touch, go = adapter._store.touch, threading.Event()
+    monkeypatch.setattr(adapter._store, "touch", lambda keys: go.wait(10) and touch(keys))
+    for prompt in (1, 2):
+        store(adapter, keys_of(prompt, 2))
+        look_up(adapter, keys_of(prompt, 2))
+    assert adapter.report_status()["touches_dropped"] == 4
+    go.set()
+    assert touched(adapter, 4) == 4
+    store(adapter, keys_of(3, 2))
+    look_up(adapter, keys_of(3, 2))
+    assert touched(adapter, 8) == 8
+
+
+def test_a_store_task_that_kept_less_than_all_has_failed(make: Callable[..., Any]) -> None:
+    adapter, keys = make(capacity_gib=PAGE_GIB / 2), keys_of(1, 1, 1)
+    assert not store(adapter, keys)
+    assert look_up(adapter, keys) == []
 
 
 @pytest.mark.parametrize(("interval_s", "left"), [(None, 0), (0.0, 6)])

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import sys
 import threading
@@ -104,6 +106,15 @@ def make(master):
     yield start
     for store in made:
         store.close()
+
+
+@pytest.fixture
+def spawned(monkeypatch):
+    """The library's processes, as they are started."""
+    found = []
+    spawn = mooncake_client._spawn
+    monkeypatch.setattr(mooncake_client, "_spawn", lambda *a: found.append(spawn(*a)) or found[-1])
+    return found
 
 
 def method(name, *lines):
@@ -239,14 +250,9 @@ def test_one_that_answers_late(library, make, tmp_path):
     assert not (tmp_path / "late").exists()
 
 
-def test_one_that_starts_late(library, make, monkeypatch):
+def test_one_that_starts_late(library, make, spawned):
     """Calls are not held up by it, and use it once it has started; it is not started twice."""
     library(method("setup", "time.sleep(1)", "return 0"))
-    spawned = []
-    spawn = mooncake_client._spawn
-    monkeypatch.setattr(
-        mooncake_client, "_spawn", lambda *a: spawned.append(spawn(*a)) or spawned[-1]
-    )
     store = make(timeout_s=0.2)
     for _ in range(2):
         with pytest.raises(MooncakeUnavailable, match="the client is still starting"):
@@ -300,8 +306,11 @@ def test_what_the_library_says_is_shown_when_asked_for(library, make, monkeypatc
     library(
         method("batch_is_exist", "print('hear, hear', file=sys.stderr, flush=True)", "return [0]")
     )
-    make().exists(["a"])
+    store = make()
+    store.exists(["a"])
     assert "hear" not in capfd.readouterr().err
+    # Nor is it gathered anywhere.
+    assert os.readlink(f"/proc/{store._client._session._process.pid}/fd/2") == os.devnull
     monkeypatch.setenv("GLOG_minloglevel", "0")
     make().exists(["a"])
     assert "hear, hear" in capfd.readouterr().err
@@ -333,15 +342,12 @@ def test_no_master():
             assert f"no mooncake_master at 127.0.0.1:{port}" in line and "fix: start" in line
 
 
-def test_what_is_open_is_closed_when_another_fails(library, master):
+def test_what_is_open_is_closed_when_another_fails(library, master, spawned):
     [port] = free_ports(1)
-    before = threading.active_count()
     with pytest.raises(MooncakeUnavailable, match=f"mooncake://127.0.0.1:{port}"):
         open_mooncake([master, f"127.0.0.1:{port}"])
-    end_s = time.monotonic() + PATIENT_S
-    while threading.active_count() > before:
-        assert time.monotonic() < end_s
-        time.sleep(0.02)
+    [process] = spawned
+    assert process.wait(PATIENT_S) == -signal.SIGKILL
 
 
 # --- URLs --------------------------------------------------------------------------------------
@@ -369,7 +375,7 @@ def test_names(url, name):
         ("host:99999", "mooncake://HOST:PORT"),
         ("mooncake://host/folder", "mooncake://HOST:PORT"),
         ("mooncake://me@host", "mooncake://HOST:PORT"),
-        ("host?protocl=rdma", "did you mean 'protocol'?"),
+        ("host?devices=mlx5_0", "did you mean 'device'?"),
         ("host?protocol=tcp&protocol=rdma", "each option once"),
         ("host?protocol=udp", "tcp or rdma"),
         ("host?device=mlx5_0", "add protocol=rdma"),

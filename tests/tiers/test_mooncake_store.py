@@ -90,7 +90,7 @@ def raw(store, key, size):
 
 
 def test_what_is_written_is_read_by_another(shared, store, make):
-    keys = ["a", "b", "é/\0", "\udc80", "%25"]
+    keys = ["a", "b", "é/\0", "\udc80", "%ED%B2%80"]
     pages = [page(1), page(2, (0, 5)), page(3, ()), page(4), page(5)]
     assert store.put(keys, pages) == [True] * 5
     other = make(opened, shared)
@@ -431,7 +431,7 @@ def test_a_write_that_hangs_is_given_up(cluster, make):
     guarded.works_again()
 
 
-def test_the_librarys_process_dies(store):
+def test_the_process_of_the_library_dies(store):
     assert store.put(["dies"], [page(1)]) == [True]
     first = worker(store)
     first.kill()
@@ -448,7 +448,7 @@ def test_the_librarys_process_dies(store):
     store.close()
 
 
-def test_the_librarys_process_hangs(shared, make):
+def test_the_process_of_the_library_hangs(shared, make):
     """It is ended while others wait for it, and they are told."""
     store = make(opened, shared, IMPATIENT_S)
     store._timeout_s = LONG_S
@@ -477,27 +477,52 @@ def test_the_librarys_process_hangs(shared, make):
     assert store.exists(["hangs"]) == [True]
 
 
-def test_it_ends_with_the_engines_process(shared):
+@pytest.mark.parametrize("forked", [False, True])
+def test_it_ends_with_the_engines_process(shared, forked):
+    """Also where a process that the engine forked keeps the connections open."""
     code = (
-        "import sys, time\n"
+        "import os, sys, time\n"
         "from mimo_plugin.tiers.mooncake_store import open_mooncake\n"
         "ring = open_mooncake([sys.argv[1]])\n"
         "[store] = ring.stores.values()\n"
         "print(store._store._client._session._process.pid, flush=True)\n"
+        "child = os.fork() if sys.argv[2] == 'True' else 1\n"
+        "if child: print(child, flush=True)\n"
         "time.sleep(600)\n"
     )
     engine = subprocess.Popen(
-        [sys.executable, "-c", code, shared.address], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, shared.address, str(forked)], stdout=subprocess.PIPE, text=True
     )
-    pid = int(engine.stdout.readline())
-    os.kill(pid, 0)
+    pid, child = int(engine.stdout.readline()), int(engine.stdout.readline())
+    assert runs(pid)
     engine.kill()
-    engine.communicate()
-    end_s = time.monotonic() + LONG_S
-    while os.path.exists(f"/proc/{pid}"):
+    engine.wait(LONG_S)
+    try:
+        gone(pid)
+    finally:
+        if forked:
+            os.kill(child, signal.SIGKILL)
+        engine.stdout.close()
+
+
+def test_it_ends_with_its_connection(store):
+    store.start()
+    process = worker(store)
+    store._client._session._control.close()
+    assert process.wait(LONG_S) == 0
+
+
+def runs(pid):
+    try:
         with open(f"/proc/{pid}/stat") as state:
-            if state.read().rpartition(")")[2].split()[0] == "Z":
-                break
+            return state.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def gone(pid):
+    end_s = time.monotonic() + LONG_S
+    while runs(pid):
         assert time.monotonic() < end_s
         time.sleep(0.05)
 

@@ -12,8 +12,8 @@ of sliding windows), and ``mtp`` to speculate, without ``order`` and ``loads``. 
 - ``loads``: what was loaded when only the windows were gone, as blocks and first index by group,
   and bytes;
 - ``histories``: random evictions, with ``wrong`` loads (against a count by hand), ``tokens`` that
-  differ from a run without any cache, ``tails`` (a cached last block that is reused in part) and
-  ``shared_tails`` (it was adopted, so that two requests write to it).
+  differ from a run without any cache, requests for which the device had full-attention blocks past
+  the hit (``longer``), and how many of these the request would have written to (``adopted``).
 """
 
 from __future__ import annotations
@@ -97,13 +97,17 @@ class Engine:
 
         self.offload.request_finished = request_finished
 
-    def serve(self, *prompts: list[int], cached: bool = True) -> list[tuple[list[int], int]]:
+    def serve(
+        self, *prompts: list[int], cached: bool = True, load_tokens: int | None = None
+    ) -> list[tuple[list[int], int]]:
         """Output tokens and cached tokens of requests that run together."""
+        limit = {} if load_tokens is None else {"max_load_tokens": load_tokens}
         sampling = SamplingParams(
             temperature=0,
             max_tokens=OUTPUTS,
             ignore_eos=True,
             skip_reading_prefix_cache=None if cached else True,
+            extra_args={"kv_transfer_params": limit} if limit else None,
         )
         answers = self.llm.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False
@@ -272,27 +276,30 @@ def full(group: Any) -> bool:
     return group.sliding_window_size_in_chunks is None
 
 
-def resident_blocks(engine: Engine, request: Any, group: Any) -> int:
-    """Leading blocks of a request that the device holds for a group."""
+def resident_blocks(engine: Engine, request: Any, group: Any) -> list[int]:
+    """Ids of the leading blocks of a request that the device holds for a group."""
     hashes = resolve_block_hashes(
         request.block_hashes, engine.pool.hash_block_size, group.tokens_per_block
     )
-    count = 0
+    found: list[int] = []
     for block_hash in hashes:
-        if not engine.pool.get_cached_block(block_hash, [group.group_idx]):
+        cached = engine.pool.get_cached_block(block_hash, [group.group_idx])
+        if not cached:
             break
-        count += 1
-    return count
+        found.append(cached[0].block_id)
+    return found
 
 
-def missing(engine: Engine, request: Any, local: int, hit: int, resident: list[int]) -> Any:
+def missing(engine: Engine, local: int, hit: int, resident: list[list[int]]) -> Any:
     """(first index, blocks) to load of each group for a hit of ``hit`` tokens."""
     wanted = []
     for group, held in zip(engine.groups, resident, strict=True):
         end = -(-hit // group.tokens_per_block)
         if full(group):
             # The last block, if it is not reused to its end, is written to.
-            start = max(local // group.tokens_per_block, min(held, hit // group.tokens_per_block))
+            start = max(
+                local // group.tokens_per_block, min(len(held), hit // group.tokens_per_block)
+            )
         else:
             first = max(0, hit - group.kv_cache_spec.sliding_window + 1)
             start = max(local, first) // group.tokens_per_block
@@ -304,29 +311,31 @@ def histories(engine: Engine) -> dict[str, Any]:
     """Random evictions before requests of shared prefixes, one or three at a time."""
     rng = random.Random(7)
     plans: list[Any] = []
-    held: dict[str, list[int]] = {}
+    held: dict[str, list[list[int]]] = {}
     matched = engine.connector.get_num_new_matched_tokens
     allocated = engine.connector.update_state_after_alloc
-    tails = shared_tails = 0
+    longer = adopted = 0
 
     def get_num_new_matched_tokens(request: Any, local: int) -> Any:
         held[request.request_id] = [
-            resident_blocks(engine, request, group) if full(group) else 0 for group in engine.groups
+            resident_blocks(engine, request, group) if full(group) else []
+            for group in engine.groups
         ]
         return matched(request, local)
 
     def update_state_after_alloc(request: Any, blocks: Any, external: int) -> None:
-        nonlocal tails, shared_tails
-        if external:
+        nonlocal longer, adopted
+        if external or not request.num_computed_tokens:
             local = engine.offload._req_status[request.request_id].num_locally_computed_tokens
             hit = local + external
             resident = held[request.request_id]
-            plans.append(missing(engine, request, local, hit, resident))
+            if external:
+                plans.append(missing(engine, local, hit, resident))
             for index, group in enumerate(engine.groups):
-                last = hit // group.tokens_per_block
-                if full(group) and hit % group.tokens_per_block and resident[index] > last:
-                    tails += 1
-                    shared_tails += blocks.blocks[index][last].block_hash is not None
+                reused = hit // group.tokens_per_block
+                longer += len(resident[index]) > reused
+                written = {block.block_id for block in blocks.blocks[index][reused:]}
+                adopted += len(written.intersection(resident[index]))
         allocated(request, blocks, external)
 
     engine.connector.get_num_new_matched_tokens = get_num_new_matched_tokens
@@ -335,6 +344,8 @@ def histories(engine: Engine) -> dict[str, Any]:
     everything = range(len(engine.groups))
     windows = {index for index in everything if not full(engine.groups[index])}
     bases = [prompt(40 + index, tokens) for index, tokens in enumerate((257, 320, 513, 640))]
+    for base in bases:
+        engine.serve(base[:130])
     differ = saved = 0
     for step in range(HISTORIES):
         if step % 4 != 3:
@@ -345,7 +356,7 @@ def histories(engine: Engine) -> dict[str, Any]:
         base = rng.choice(bases)
         count = 3 if step % 5 == 4 else 1
         texts = [base + prompt(step, rng.choice((0, 0, 31, 64, 100))) for _ in range(count)]
-        served = engine.serve(*texts)
+        served = engine.serve(*texts, load_tokens=rng.choice((None, None, 200, 0)))
         saved += sum(hit for _, hit in served)
         if step % 3 == 0:
             cold = engine.serve(*texts, cached=False)
@@ -363,8 +374,8 @@ def histories(engine: Engine) -> dict[str, Any]:
         "full_blocks_missing": sum(plan[0][1] for plan in plans),
         "tokens": differ,
         "hits": saved,
-        "tails": tails,
-        "shared_tails": shared_tails,
+        "longer": longer,
+        "adopted": adopted,
         "lost_blocks": engine.pool.num_gpu_blocks - 1 - engine.pool.get_num_free_blocks(),
     }
 

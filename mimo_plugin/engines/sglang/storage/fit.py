@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from mimo_plugin.config import MimoConfig
-from mimo_plugin.config_tiers import require_place
+from mimo_plugin.config_tiers import VLLM_ONLY, refuse_foreign, require_place
 from mimo_plugin.engines.sglang.register import BACKEND as RADIX_BACKEND
 from mimo_plugin.engines.sglang.storage.arguments import backend_arguments
 from mimo_plugin.errors import setting_error
@@ -25,6 +25,7 @@ def require(cfg: Any, model_config: Any, config: MimoConfig) -> None:
         RedisUnavailable: no client library for the store's servers.
         MooncakeUnavailable: no client library, or no master.
     """
+    refuse_foreign("mimo.tiers", config.tiers, VLLM_ONLY, "SGLang")
     wanted = backend_arguments(config.tiers)
     for name, ours in wanted.items():
         found = getattr(cfg, name)

@@ -239,7 +239,13 @@ class MimoCoordinator(HybridKVCacheCoordinator):  # type: ignore[misc]
                 start = at
         if start >= stop:
             return
-        pool.hash_blocks(request, table, start, stop, block_size, gid)
+        # What a hit of lower tiers took over from the device is hashed; its span died.
+        bare = [block.block_hash is None for block in table[start:stop]]
+        for block, is_bare in zip(table[start:stop], bare, strict=True):
+            if not is_bare:
+                self.order.disown(block.block_id)
+        mask = None if all(bare) else bare
+        pool.hash_blocks(request, table, start, stop, block_size, gid, mask)
         ids = [b.block_id for b in table[start:stop] if not b.is_null]
         node = tree.grow(state.path, index, ids, stop * block_size)
         self.order.grew(node, ids)

@@ -22,9 +22,11 @@ from mimo_plugin.engines.vllm.tiers.names import (
     TIER_MODULE,
 )
 from mimo_plugin.errors import setting_error
+from mimo_plugin.tiers.open import require_store
 
 _STORE = ("store", "path", "capacity_gib", "verify", "name")
-_WHERE = "mimo.tiers"
+WHERE = "mimo.tiers"
+"""What the settings are called in messages."""
 
 
 def transfer_config(config: TiersConfig) -> dict[str, Any]:
@@ -33,7 +35,7 @@ def transfer_config(config: TiersConfig) -> dict[str, Any]:
     Raises:
         ConfigError: a setting is missing, or only SGLang has it.
     """
-    require_host(_WHERE, config)
+    require_host(WHERE, config)
     tiers = []
     if config.path:
         store = {name: value for name, value in _given(config).items() if name in _STORE}
@@ -88,6 +90,9 @@ def complete_arguments(engine_args: Any, config: MimoConfig) -> None:
 
     Raises:
         ConfigError: another connector is there already, or a setting is missing.
+        StoreError: a folder of the store can't be written to.
+        RedisUnavailable: no client library.
+        MooncakeUnavailable: no client library, or no master.
     """
     given = getattr(engine_args, "kv_transfer_config", None)
     wanted = transfer_config(config.tiers)
@@ -101,6 +106,8 @@ def complete_arguments(engine_args: Any, config: MimoConfig) -> None:
             "none with feature 'tiers', which sets it",
             "drop it, or leave tiers out of --plugin mimo:…",
         )
+    if config.tiers.path:
+        require_store(config.tiers)
     from vllm.config import KVTransferConfig
 
     engine_args.kv_transfer_config = KVTransferConfig(**wanted)

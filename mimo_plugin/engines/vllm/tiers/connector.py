@@ -26,7 +26,9 @@ from mimo_plugin.engines.vllm.kv.fit import why_groups_do_not_fit
 from mimo_plugin.engines.vllm.kv.settings import message_starts_of
 from mimo_plugin.engines.vllm.tiers.configure import settings_from
 from mimo_plugin.engines.vllm.tiers.layout import RowLayout, row_layout
-from mimo_plugin.engines.vllm.tiers.scheduler import TieredScheduler, geometry_of
+from mimo_plugin.engines.vllm.tiers.lookups import geometry_of
+from mimo_plugin.engines.vllm.tiers.scheduler import TieredScheduler
+from mimo_plugin.engines.vllm.tiers.spec import forget_name
 from mimo_plugin.errors import FeatureUnavailable
 
 
@@ -37,6 +39,9 @@ class MimoTieredConnector(OffloadingConnector):  # type: ignore[misc]
         ConfigError: a setting is unknown or out of range.
         FeatureUnavailable: the model's KV cache groups are not full + sliding-window attention.
     """
+
+    #: what the project's patch of vLLM asks a connector; here blocks are taken over in ``joint.py``
+    skips_cached_blocks = False
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         reason = why_groups_do_not_fit(kv_cache_config.kv_cache_groups)
@@ -68,6 +73,12 @@ class MimoTieredConnector(OffloadingConnector):  # type: ignore[misc]
         super().bind_kv_cache_manager(kv_cache_manager)
         if self._tiered is not None:
             self._tiered.bind(kv_cache_manager)
+
+    def shutdown(self) -> None:
+        """As upstream."""
+        if self.connector_worker is not None:
+            forget_name(self.connector_worker.worker)
+        super().shutdown()
 
     def mimo_payload(self) -> dict[str, Any] | None:
         """What was counted since the last call."""

@@ -56,8 +56,10 @@ class HostCopyWorker(OffloadingWorker):  # type: ignore[misc]
         """Blocks to rows."""
         return self._copy(job_id, src_spec, dst_spec.block_ids, to_host=True)
 
-    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """Rows to blocks."""
+    def submit_load(
+        self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False
+    ) -> bool:
+        """Rows to blocks; from vLLM 0.33 on some loads are urgent, here all are done at once."""
         return self._copy(job_id, dst_spec, src_spec.block_ids, to_host=False)
 
     def _copy(self, job_id: int, device: Any, rows: Any, *, to_host: bool) -> bool:

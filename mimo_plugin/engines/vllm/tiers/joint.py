@@ -69,6 +69,11 @@ class DeviceBlocks:
         else:
             self._plans[request_id] = adoption
 
+    def forget(self, request_id: str) -> None:
+        """The request is over; what it was loading when it ended is nobody's."""
+        self._plans.pop(request_id, None)
+        self._fresh.pop(request_id, None)
+
     # -- hooks ---------------------------------------------------------------------------------
 
     def allocate_slots(self, request: Any, *args: Any, **kwargs: Any) -> Any:

@@ -11,82 +11,32 @@ Attached to vLLM's own object, whose bookkeeping of jobs and device blocks stays
 
 from __future__ import annotations
 
-import logging
-import time
-from dataclasses import dataclass, field
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from math import lcm
 from types import SimpleNamespace
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
-    OffloadingConnectorScheduler,
-    TransferJobStatus,
-)
-from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import TransferJobStatus
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadPolicy
 
-from mimo_plugin.core.joint import JointHit, Place, joint_hit
+from mimo_plugin.core.joint import Place
 from mimo_plugin.core.retention import BOUNDARY, RetentionRule, find_message_starts
 from mimo_plugin.core.store_plan import StorePlan
-from mimo_plugin.core.window import GroupGeometry, blocks_for_hit
-from mimo_plugin.engines.vllm.tiers.joint import Adoption, DeviceBlocks
-from mimo_plugin.engines.vllm.tiers.peek import fetch, free_rows, peek
+from mimo_plugin.core.window import blocks_for_hit
+from mimo_plugin.engines.vllm.tiers.joint import DeviceBlocks
+from mimo_plugin.engines.vllm.tiers.lookups import RequestView, TieredLookups, geometry_of
 from mimo_plugin.engines.vllm.tiers.stored import take_over
 
-logger = logging.getLogger("vllm.mimo_plugin")
 
-ANSWER_WITHIN_S = 5.0
-"""A request does not wait longer for tiers below host memory; then it takes what there is."""
-
-MOST_FETCHES = 4
-"""Times that a request has its hit fetched into host memory: others may push it out meanwhile."""
-
-
-@dataclass(slots=True)
-class _Asked:
-    """What the look-ups of one waiting request have led to."""
-
-    since_s: float
-    fetches: int = 0
-
-
-@dataclass(slots=True)
-class _Request:
-    """What is known of one request beside vLLM's own state.
-
-    Attributes:
-        plan: which of its windows are stored.
-        scanned_tokens: prompt tokens that were searched for message starts.
-        asked: its look-ups while it waits.
-        hit: the hit that it is to get, until it is given blocks.
-    """
-
-    plan: StorePlan
-    scanned_tokens: int = 0
-    asked: _Asked | None = None
-    hit: JointHit | None = field(default=None)
-
-
-def geometry_of(group_configs: Any) -> tuple[GroupGeometry, ...]:
-    """Window geometry of each of the connector's groups; one block is one chunk."""
-    return tuple(
-        GroupGeometry(
-            block_size_tokens=config.tokens_per_chunk,
-            window_tokens=(
-                config.kv_cache_spec.sliding_window + config.kv_cache_spec.extra_retained_tokens
-                if isinstance(config.kv_cache_spec, SlidingWindowSpec)
-                else None
-            ),
-            lookahead_blocks=int(config.is_eagle_group),
-        )
-        for config in group_configs
-    )
-
-
-class TieredScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
+class TieredScheduler(TieredLookups):
     """``OffloadingConnectorScheduler``; an instance of it becomes one of these by :meth:`adopt`."""
+
+    rule: RetentionRule
+    message_start_token_ids: frozenset[int]
+    _storing: Any
+    _early_jobs: dict[int, Any]
 
     @classmethod
     def adopt(
@@ -114,15 +64,6 @@ class TieredScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         adopted: TieredScheduler = scheduler
         return adopted
 
-    geometry: tuple[GroupGeometry, ...]
-    unit_tokens: int
-    rule: RetentionRule
-    message_start_token_ids: frozenset[int]
-    device_blocks: DeviceBlocks | None
-    _requests: dict[str, _Request]
-    _storing: Any
-    _early_jobs: dict[int, Any]
-
     def bind(self, kv_cache_manager: Any) -> None:
         """The device's cache is known: what it still has is not loaded."""
         group_ids = tuple(config.group_idx for config in self.config.kv_group_configs)
@@ -132,155 +73,17 @@ class TieredScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         """As upstream."""
         super().on_new_request(request)
         plan = StorePlan(self.geometry, self.rule)
-        self._requests[request.request_id] = _Request(plan)
+        self._requests[request.request_id] = RequestView(plan)
         waiting = [plan.waiting_blocks(group) for group in range(len(self.geometry))]
         take_over(self._req_status[request.request_id], waiting)
-
-    # -- look-up -------------------------------------------------------------------------------
-
-    def _lookup(self, req_status: Any, max_num_new_tokens: int | None = None) -> int | None:
-        """Tokens beyond the local hit that can be had; None: ask again in the next step."""
-        request = self._requests[req_status.req.request_id]
-        request.hit = None
-        if self.device_blocks is not None:
-            self.device_blocks.plan(req_status.req.request_id, None)
-        if request.asked is None:
-            request.asked = _Asked(time.monotonic())
-        hit = self._find(req_status, request.asked, max_num_new_tokens)
-        if hit is None:
-            return None
-        local: int = req_status.num_locally_computed_tokens
-        loads = hit.at(Place.HOST)
-        if self._chunks_being_loaded:
-            keys = req_status.group_states
-            if any(keys[g].offload_keys[b] in self._chunks_being_loaded for g, b in loads):
-                return None  # another request loads the same
-        self._count(req_status, request.asked, hit)
-        request.asked = None
-        if not loads:
-            return 0
-        request.hit = hit
-        self._plan_adoption(req_status, hit)
-        return hit.tokens - local
-
-    def _find(
-        self, req_status: Any, asked: _Asked, max_num_new_tokens: int | None
-    ) -> JointHit | None:
-        """The hit with all that it needs in host memory or on the device; None: not yet."""
-        local = req_status.num_locally_computed_tokens
-        limit = self._limit(req_status, max_num_new_tokens)
-        late = time.monotonic() - asked.since_s > ANSWER_WITHIN_S
-        near = late or asked.fetches >= MOST_FETCHES
-        known: dict[tuple[int, int], Place] = {}
-        while True:
-            where = partial(self._where, req_status, known, near, {})
-            hit = joint_hit(self.geometry, self.unit_tokens, local, limit, where)
-            if hit.unsure and not late:
-                return None
-            below, coming = hit.at(Place.BELOW), hit.at(Place.COMING)
-            if coming and not below:
-                return None
-            if not below:
-                return hit
-            missing = len(below) - (free_rows(self.manager) - len(hit.at(Place.HOST)))
-            if missing <= 0:
-                break
-            # Host memory can't hold it all at once: as long a hit as it can hold.
-            limit = hit.tokens - max(1, missing // self._rows_per_unit()) * self.unit_tokens
-            if not asked.fetches:
-                self.manager.accounting.cut(hit.tokens - max(limit, local))
-        self._fetch(req_status, asked, hit, below)
-        return None
-
-    def _count(self, req_status: Any, asked: _Asked, hit: JointHit) -> None:
-        local = req_status.num_locally_computed_tokens
-        found = hit.tokens - local
-        accounting = self.manager.accounting
-        in_host = 0 if asked.fetches else found
-        accounting.found_in_host(in_host)
-        accounting.looked_up(
-            self.aligned(req_status.req.num_tokens - 1) - local - in_host,
-            hit.full_tokens - local - in_host,
-            found - in_host,
-        )
-
-    def aligned(self, tokens: int) -> int:
-        """The longest hit of at most ``tokens``."""
-        return tokens - tokens % self.unit_tokens
-
-    def _fetch(
-        self, req_status: Any, asked: _Asked, hit: JointHit, below: list[tuple[int, int]]
-    ) -> None:
-        """Bring what a hit needs from below host memory; the request asks again."""
-        states, context = req_status.group_states, req_status.req_context
-        asked.fetches += 1
-        # What is there already must not die for what comes.
-        here = [states[g].offload_keys[b] for g, b in hit.at(Place.HOST)]
-        self.manager.primary_tier.touch(here, context)
-        fetch(self.manager, [states[g].offload_keys[b] for g, b in below], context)
-
-    def _limit(self, req_status: Any, max_num_new_tokens: int | None) -> int:
-        """Longest hit: the last token is computed, for its logits."""
-        local = req_status.num_locally_computed_tokens
-        limit: int = req_status.req.num_tokens - 1
-        for most in (max_num_new_tokens, req_status.max_load_tokens):
-            if most is not None:
-                limit = min(limit, local + most)
-        return limit
-
-    def _rows_per_unit(self) -> int:
-        return sum(self.unit_tokens // g.block_size_tokens for g in self.geometry if g.is_full)
-
-    def _where(
-        self,
-        req_status: Any,
-        known: dict[tuple[int, int], Place],
-        near: bool,
-        gaps: dict[int, int],
-        group: int,
-        block: int,
-    ) -> Place:
-        """Place of a block; with ``near`` what lies below host memory does not count."""
-        keys = req_status.group_states[group].offload_keys
-        if block >= len(keys):
-            return Place.NOWHERE
-        found = known.get((group, block))
-        if found is None:
-            found = self._place(group, keys[block], req_status, gaps)
-            if found is not Place.DEVICE:
-                gaps.setdefault(group, block)
-            known[group, block] = found
-        return Place.NOWHERE if near and found in (Place.BELOW, Place.UNSURE) else found
-
-    def _place(self, group: int, key: Any, req_status: Any, gaps: dict[int, int]) -> Place:
-        device = self.device_blocks
-        # Where full blocks are hashed along a tree, the device has nothing behind a gap.
-        usable = device is not None and not (
-            device.by_tree and self.geometry[group].is_full and group in gaps
-        )
-        if usable and device is not None and device.find(group, key) is not None:
-            return Place.DEVICE
-        return peek(self.manager, key, req_status.req_context)
-
-    def _plan_adoption(self, req_status: Any, hit: JointHit) -> None:
-        if self.device_blocks is None:
-            return
-        size = [g.block_size_tokens for g in self.geometry]
-        keys = tuple(
-            {
-                block: req_status.group_states[group].offload_keys[block]
-                for block, place in blocks.items()
-                if place is Place.DEVICE and (block + 1) * size[group] <= hit.tokens
-            }
-            for group, blocks in enumerate(hit.places)
-        )
-        local = req_status.num_locally_computed_tokens
-        self.device_blocks.plan(req_status.req.request_id, Adoption(local, hit.tokens, keys))
 
     # -- loading -------------------------------------------------------------------------------
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request has its blocks: keep its hit alive, and load what the device lacks."""
+        acquire = getattr(self, "_acquire_step", None)  # from vLLM 0.33 on
+        if acquire is not None:
+            acquire()
         status = self._req_status[request.request_id]
         ours = self._requests[request.request_id]
         hit, ours.hit = ours.hit, None
@@ -386,7 +189,7 @@ class TieredScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         """None: upstream's own rule for the end of a request is not asked."""
         return None
 
-    def _extend_plan(self, ours: _Request, request: Any, stored_tokens: int) -> None:
+    def _extend_plan(self, ours: RequestView, request: Any, stored_tokens: int) -> None:
         """Decide the points that windows up to ``stored_tokens`` may belong to."""
         reach = max(
             (g.window_blocks + g.lookahead_blocks) * g.block_size_tokens
@@ -418,21 +221,57 @@ class TieredScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
         result: tuple[bool, dict[str, Any] | None] = super().request_finished(request)
         if request.request_id in self._req_status and request.request_id in self._requests:
             ended = SimpleNamespace(num_scheduled_tokens={}, finished_req_ids=[request.request_id])
-            self._early_jobs.update(self._build_store_jobs(ended))
+            with self._manager_held():
+                self._early_jobs.update(self._build_store_jobs(ended))
         return result
+
+    def _manager_held(self) -> AbstractContextManager[None]:
+        """Between steps: what excludes vLLM's own threads from its manager, from 0.33 on."""
+        locked = getattr(self, "_manager_locked", None)
+        if locked is None or self._step_region is not None:
+            return nullcontext()
+        held: AbstractContextManager[None] = locked()
+        return held
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """As upstream; requests that vLLM's half has let go of are let go of here."""
-        meta = super().build_connector_meta(scheduler_output)
+        meta = super().build_connector_meta(self._without_reloaded(scheduler_output))
         meta.store_jobs.update(self._early_jobs)
         self._early_jobs = {}
         for request_id in scheduler_output.finished_req_ids or ():
             self._requests.pop(request_id, None)
             if self.device_blocks is not None:
-                self.device_blocks.plan(request_id, None)
+                self.device_blocks.forget(request_id)
         return meta
 
+    def _without_reloaded(self, scheduler_output: Any) -> Any:
+        """Preempted requests that load already have nothing to flush, and vLLM trips over them.
+
+        A reset of the prefix cache preempts before the step, which may admit them again.
+        """
+        preempted = scheduler_output.preempted_req_ids
+        loading = {job.req_id for job in self._current_batch_load_jobs.values()}
+        if not preempted or loading.isdisjoint(preempted):
+            return scheduler_output
+        return replace(scheduler_output, preempted_req_ids=set(preempted) - loading)
+
     def reset_cache(self) -> None:
-        """As upstream."""
-        super().reset_cache()
+        """As upstream, with what could go wrong afterwards taken out.
+
+        Stores that no worker has heard of are forgotten: nothing may wait for them. Blocks that may
+        have been given to others since they were offered are not offered again.
+        """
+        for job_id in self._early_jobs:
+            self._jobs.pop(job_id, None)
         self._early_jobs = {}
+        offered = {
+            request_id: [state.next_stored_chunk_idx for state in status.group_states]
+            for request_id, status in self._req_status.items()
+        }
+        super().reset_cache()
+        for request_id, status in self._req_status.items():
+            for group, chunks in enumerate(offered[request_id]):
+                if not self.geometry[group].is_full:
+                    block_ids = status.group_states[group].block_ids
+                    gone = min(chunks, len(block_ids))
+                    block_ids[:gone] = [0] * gone

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from typing import Any
 
 from vllm.platforms import current_platform
@@ -15,6 +17,24 @@ from mimo_plugin.engines.vllm.tiers.layout import RowLayout, check_refs
 from mimo_plugin.engines.vllm.tiers.manager import MimoTieringManager
 from mimo_plugin.engines.vllm.tiers.store_tier import StoreTier
 from mimo_plugin.errors import setting_error
+
+
+def unname(region: Any) -> None:
+    """Take host memory's name away once all have it, so that it goes with them, killed or not.
+
+    The workers map it when they are given their KV cache, which is before there is a scheduler. A
+    scheduler that finds no such memory and makes it itself leaves the name for those who come.
+    """
+    if not region._creator:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(region.mmap_path)
+
+
+def forget_name(worker: Any) -> None:
+    """Before a worker lets go of host memory: the name that it made may be gone by now."""
+    region = getattr(worker, "_mmap_region", None) or getattr(worker, "_region", None)
+    if region is not None and not os.path.exists(region.mmap_path):
+        region._creator = False
 
 
 class MimoTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
@@ -44,9 +64,14 @@ class MimoTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
         """The manager, made at the first call."""
         if not isinstance(self._manager, MimoTieringManager):
             stock = super().get_manager()
+            stop_polling = getattr(stock, "_stop_tier_poll_thread", None)  # vLLM 0.33
+            if stop_polling is not None:
+                stop_polling()  # its tiers get another manager, with a lock of its own
             region = stock.primary_tier._mmap_region
+            unname(region)
+            one_file = len(getattr(region, "_segments", ((),))) == 1
             for tier in stock.secondary_tiers:
-                if isinstance(tier, StoreTier):
+                if isinstance(tier, StoreTier) and one_file:
                     tier.share_memory(region.fd)
             self._manager = MimoTieringManager(
                 primary_tier=stock.primary_tier,
