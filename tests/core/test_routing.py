@@ -278,6 +278,22 @@ def test_reservations_expire():
     assert most(30.1) == 0 and len(fleet.reservations) == 0
 
 
+def test_the_last_token_is_always_computed():
+    fleet = Fleet("a")
+    hashes = prompt(("chat", 10))
+    fleet.holds("a", hashes)
+    asked = Request("1", hashes, 10 * UNIT)
+    assert fleet.router.choose(asked, 0.0).chosen.hit_tokens == 9 * UNIT
+
+
+def test_a_late_first_token_does_not_bring_back_what_has_expired():
+    kept = Reservations(UNIT, UNIT, every_block=True)
+    kept.add("1", "a", prompt(("x", 4)), 5.0)
+    kept.expire("1", 50.0)
+    assert kept.lookup(prompt(("x", 4)), 1000, 4.0) == {"a": 4 * UNIT}
+    assert kept.lookup(prompt(("x", 4)), 1000, 6.0) == {}
+
+
 def test_with_sliding_windows_a_hit_on_its_way_ends_where_a_window_is_kept():
     kept = Reservations(UNIT, 2 * UNIT, every_block=False)
     mine = prompt(("head", 10), ("x", 11))
@@ -338,8 +354,11 @@ def test_media_go_to_their_owner_and_come_back_to_it():
     assert min(Counter(owners.values()).values()) > 25
     fleet.router.drain("a")
     for key, owner in owners.items():
-        target = fleet.serve(request(key, prompt((key, 2)), media_keys=[key]), 0.0).target
-        assert target == owner or owner == "a"
+        # Another chat, long after the first one: only the medium is the same.
+        decision = fleet.serve(request(key, prompt((f"{key} again", 2)), media_keys=[key]), 99.0)
+        assert decision.target == owner or owner == "a"
+        assert decision.reason == "cost"
+        assert [c.media_s for c in decision.candidates] == [0.0, 0.2, 0.2]
 
 
 def test_a_popular_medium_overloads_nobody():
