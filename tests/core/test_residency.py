@@ -29,6 +29,7 @@ LAYOUTS = {
         GroupGeometry(UNIT, 3 * UNIT, 1),
     ),
     "two full": (FULL, FULL, GroupGeometry(UNIT, 3 * UNIT)),
+    "all ahead": (GroupGeometry(UNIT, None, 1), GroupGeometry(UNIT, 3 * UNIT, 1)),
     "wide": (FULL, GroupGeometry(UNIT, 40 * UNIT)),
 }
 LENGTH = 24  # units of a prompt
@@ -287,6 +288,21 @@ def test_an_evicted_window_takes_the_prefix_with_it():
     engines = two_workers(("a", A, 12, {1, 11}), ("b", A, 6, {5}))
     engines["a"].remove(1, A[11])
     assert best(engines, A) == ("b", {"a": 2, "b": 6})
+
+
+@pytest.mark.parametrize("full", range(1, LENGTH))
+def test_windows_beyond_the_full_prefix_count_for_nothing(full):
+    """Another worker has all of the prompt, so the search starts at its end."""
+    groups = (FULL, GroupGeometry(UNIT, 4 * UNIT))
+    index, whole, part = index_for(groups), Engine(groups), Engine(groups)
+    whole.store(0, A, 0, LENGTH)
+    part.store(0, A, 0, full)
+    for engine in (whole, part):
+        engine.hello()
+    part.store(1, A, 0, LENGTH)
+    feed(index, "whole", whole)
+    feed(index, "part", part)
+    assert index.lookup(A, LENGTH * UNIT) == {"part": full * UNIT}
 
 
 def test_sparse_windows_are_no_prefix():
