@@ -135,7 +135,7 @@ def test_host_memory_of_several_files_is_not_shared_as_one(monkeypatch, segments
 
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_a_preempted_request_has_no_blocks_to_offer(scheduler, monkeypatch, scheduled):
-    """A step in flight may end it before it is given blocks anew; its old ones are others' by now."""
+    """A step in flight may end it before it has new blocks; the old ones are others' by now."""
     monkeypatch.setattr(
         OffloadingConnectorScheduler,
         "build_connector_meta",
