@@ -147,6 +147,8 @@ def test_what_else_keeps_pages_apart(start, files, monkeypatch):
     tiers.append(start(files))
     monkeypatch.undo()
     tiers.append(start(files))
+    tiers[-1].manager.set_layout(LAYOUT, {"quantization": "fp8"})
+    tiers.append(start(files))
     moved = replace(LAYOUT, parts=(((0, 600),), *LAYOUT.parts[1:]))
     tiers[-1].manager.set_layout(moved)
     texts = {text for one in tiers for text in one.tier.texts(KEYS)}

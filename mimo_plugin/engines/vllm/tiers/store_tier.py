@@ -132,7 +132,7 @@ class StoreTier(SecondaryTierManager):  # type: ignore[misc]
         """
         assert layout.row_bytes == self.block_size_bytes, "rows of another size"
         self._layout = layout
-        self._space = key_space({**self._facts, "parts": layout.parts})
+        self._space = key_space({**self._facts, **(facts or {}), "parts": layout.parts})
 
     def share_memory(self, file: int) -> None:
         """Host memory is a mapping of this file: pages may go without a copy on their way."""
