@@ -19,6 +19,7 @@ from typing import Any
 
 from mimo_plugin.config_tiers import TiersConfig, parse_tiers
 from mimo_plugin.config_values import (
+    CHECKPOINT_CLASSES,
     Validator,
     boolean,
     listing,
@@ -47,9 +48,6 @@ STRICT_ENV = "MIMO_STRICT"
 
 DEGRADED_KEY = "_degraded"
 """Key of a section that was asked for and given up: the reason, one line."""
-
-CHECKPOINT_CLASSES = ("turn_end", "boundary", "junction", "prompt_end", "tail", "ladder")
-"""Checkpoint classes, most valuable idea first; see docs for what each keeps."""
 
 SCHEDULER_MODES = ("cost", "longest-hit", "hrrn", "fcfs")
 """Orders of the waiting queue; ``fcfs`` is the engine's own."""

@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 
 from mimo_plugin.config_values import (
+    CHECKPOINT_CLASSES,
     Validator,
     boolean,
     number,
@@ -18,7 +19,6 @@ from mimo_plugin.config_values import (
     whole,
     whole_or_none,
 )
-from mimo_plugin.core.retention import CLASSES, TAIL
 from mimo_plugin.errors import setting_error
 
 FILE, REDIS, MOONCAKE = "file", "redis", "mooncake"
@@ -72,7 +72,7 @@ class TiersConfig:
     prefetch_tokens: int = 256
     host_swa_share: float | None = None
     host_gib: float | None = None
-    classes: tuple[str, ...] = tuple(name for name in CLASSES if name != TAIL)
+    classes: tuple[str, ...] = tuple(name for name in CHECKPOINT_CLASSES if name != "tail")
     message_start_token_ids: tuple[int, ...] | None = None
     ladder_min_tokens: int | None = None
     ladder_growth: float = 0.5
@@ -117,7 +117,7 @@ _VALUES: dict[str, Validator] = {
     "prefetch_tokens": whole(1, "tokens"),
     "host_swa_share": _or_none(number(over=0, below=1)),
     "host_gib": _or_none(number(over=0)),
-    "classes": subset(CLASSES, "class"),
+    "classes": subset(CHECKPOINT_CLASSES, "class"),
     "message_start_token_ids": token_ids_or_none,
     "ladder_min_tokens": whole_or_none(1, "tokens", "null takes the model's window"),
     "ladder_growth": number(over=0, most=1),

@@ -16,6 +16,9 @@ from mimo_plugin.errors import nearest, setting_error
 
 Validator = Callable[[str, object], Any]
 
+CHECKPOINT_CLASSES = ("turn_end", "boundary", "junction", "prompt_end", "tail", "ladder")
+"""Checkpoint classes, most valuable idea first; see docs for what each keeps."""
+
 
 def listing(names: Iterable[str]) -> str:
     """Names in a message."""

@@ -130,7 +130,7 @@ def started():
         return sims[-1]
 
     yield make
-    for sim in sims:
+    for sim in reversed(sims):  # what one has patched, the one before had patched too
         sim.close()
 
 

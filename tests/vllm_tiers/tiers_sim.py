@@ -423,7 +423,11 @@ class TiersSim:
         self.known: dict[str, Request] = {}
         self.steps = self.loads = self.adoptions = self.joint_hits = 0
         self._stack = ExitStack()
-        self._build()
+        try:
+            self._build()
+        except BaseException:
+            self._stack.close()
+            raise
 
     # -- building ------------------------------------------------------------------------------
 
@@ -947,8 +951,10 @@ class TiersSim:
     def close(self) -> None:
         """End it, and check that what it did on the way leaves host memory."""
         del self.memory
-        self.scheduler.shutdown()
-        self._stack.close()
+        try:
+            self.scheduler.shutdown()
+        finally:
+            self._stack.close()
 
 
 # --- histories --------------------------------------------------------------------------------
