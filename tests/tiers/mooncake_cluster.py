@@ -64,7 +64,16 @@ class Program:
         self.process.wait(LONG_S)
 
     def stop(self):
+        """Stop it; on a busy machine some of its threads may run on for a moment."""
         self.process.send_signal(signal.SIGSTOP)
+        end_s = time.monotonic() + LONG_S
+        while not self._stopped():
+            assert time.monotonic() < end_s, "it runs on"
+            time.sleep(0.01)
+
+    def _stopped(self):
+        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/stat")
+        return all(task.read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
 
     def go_on(self):
         self.process.send_signal(signal.SIGCONT)
