@@ -25,6 +25,9 @@ FILE, REDIS, MOONCAKE = "file", "redis", "mooncake"
 STORES = (FILE, REDIS, MOONCAKE)
 """Kinds of stores."""
 
+STORE_SETTINGS = ("store", "path", "capacity_gib", "verify", "name")
+"""Settings that name a store; the rest is about how an engine uses it."""
+
 VLLM_ONLY = (
     "host_gib",
     "classes",

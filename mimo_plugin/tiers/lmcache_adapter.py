@@ -19,10 +19,8 @@ import logging
 import pickle
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from lmcache.lmcache_native import Bitmap
@@ -30,12 +28,12 @@ from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
 
-from mimo_plugin.config_tiers import REDIS, TiersConfig, parse_tiers, require_place
+from mimo_plugin.config_tiers import STORE_SETTINGS, TiersConfig, parse_tiers
 from mimo_plugin.config_values import number
+from mimo_plugin.core.touches import Touches
 from mimo_plugin.errors import nearest, setting_error
-from mimo_plugin.tiers.folders import open_folders
 from mimo_plugin.tiers.lmcache_plan import needed
-from mimo_plugin.tiers.redis_store import open_redis
+from mimo_plugin.tiers.open import each_guarded, open_store
 from mimo_plugin.tiers.store import PageStore, Parts
 
 logger = logging.getLogger("mimo_plugin.tiers")
@@ -45,7 +43,6 @@ TOUCH_INTERVAL_S = 30.0
 MAX_REMEMBERED = 1 << 18
 MAX_TOUCHES_WAITING = 256
 THREADS = 4
-_STORE = ("store", "path", "capacity_gib", "verify", "name")
 _OURS = ("touch_interval_s", "window_chunks")
 
 
@@ -65,6 +62,7 @@ class MimoL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         ConfigError: a setting is unknown or out of range.
         StoreError: the store can't be opened.
         RedisUnavailable: no client library.
+        MooncakeUnavailable: no client library, or no master.
     """
 
     def __init__(
@@ -75,9 +73,9 @@ class MimoL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
-        config, self._interval_s, self._windows = _settings(params)
+        config, interval_s, self._windows = _settings(params)
         self._space = f"lmcache/{config.name}/"
-        self._store = _open(config)
+        self._store: PageStore = open_store(each_guarded(config), where=SECTION)
         self._clock_s = clock_s
         self._notifiers = [create_event_notifier() for _ in range(3)]
         self._stored, self._looked_up, self._loaded = self._notifiers
@@ -85,7 +83,9 @@ class MimoL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._toucher = ThreadPoolExecutor(1, "mimo-lmcache-touch")
         self._touches_waiting = threading.BoundedSemaphore(MAX_TOUCHES_WAITING)
         self._lock = threading.Lock()
-        self._recent: OrderedDict[str, float] = OrderedDict()
+        self._touches: Touches[str] | None = None
+        if interval_s is not None:
+            self._touches = Touches(interval_s, MAX_REMEMBERED)
         self._results: dict[int, Any] = {}
         self._store_results: dict[int, Any] = {}
         self._tasks = 0
@@ -221,11 +221,13 @@ class MimoL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         ]
 
     def _keep_alive(self, keys: Sequence[Any], names: Sequence[str], found: Sequence[bool]) -> None:
-        if self._interval_s is None:
+        if self._touches is None:
             return
         rows = [(key.model_name, key.cache_salt, key.kv_rank, key.object_group_id) for key in keys]
         groups = [key.object_group_id for key in keys]
-        due = self._due([names[index] for index in needed(rows, groups, found, self._windows)])
+        wanted = [names[index] for index in needed(rows, groups, found, self._windows)]
+        with self._lock:
+            due = self._touches.due(wanted, self._clock_s())
         if not due:
             return
         if not self._touches_waiting.acquire(blocking=False):
@@ -233,23 +235,6 @@ class MimoL2Adapter(L2AdapterInterface):  # type: ignore[misc]
                 self._touches_dropped += len(due)
             return
         self._toucher.submit(self._touch, due)
-
-    def _due(self, names: Sequence[str]) -> list[str]:
-        """Those that were not touched for the interval; notes that they are now."""
-        assert self._interval_s is not None
-        now = self._clock_s()
-        due = []
-        with self._lock:
-            for name in names:
-                before = self._recent.get(name)
-                if before is not None and now - before < self._interval_s:
-                    continue
-                due.append(name)
-                self._recent[name] = now
-                self._recent.move_to_end(name)
-            while len(self._recent) > MAX_REMEMBERED:
-                self._recent.popitem(last=False)
-        return due
 
     def _touch(self, names: Sequence[str]) -> None:
         try:
@@ -274,7 +259,7 @@ def _bitmap(found: Sequence[bool]) -> Any:
 
 
 def _settings(params: Mapping[str, Any]) -> tuple[TiersConfig, float | None, dict[int, int]]:
-    allowed = (*_STORE, *_OURS)
+    allowed = (*STORE_SETTINGS, *_OURS)
     for setting, value in params.items():
         if setting not in allowed:
             hint = nearest(setting, allowed)
@@ -284,8 +269,7 @@ def _settings(params: Mapping[str, Any]) -> tuple[TiersConfig, float | None, dic
                 f"one of {', '.join(allowed)}",
                 f"write {hint}" if hint else "remove it",
             )
-    config = parse_tiers(SECTION, {name: params[name] for name in _STORE if name in params})
-    require_place(SECTION, config)
+    config = parse_tiers(SECTION, {name: params[name] for name in STORE_SETTINGS if name in params})
     interval_s = params.get("touch_interval_s", TOUCH_INTERVAL_S)
     if interval_s is not None:
         interval_s = float(number(least=0)(f"{SECTION}.touch_interval_s", interval_s))
@@ -303,13 +287,3 @@ def _windows(raw: object) -> dict[int, int]:
             raise setting_error(setting, {group: chunks}, allowed, "write it like that")
         found[int(group)] = chunks
     return found
-
-
-def _open(config: TiersConfig) -> PageStore:
-    if config.store == REDIS:
-        return open_redis(config.paths, verify=config.verify)
-    given = config.capacity_gib
-    sizes = [int(gib * (1 << 30)) for gib in (given if isinstance(given, tuple) else (given or 0,))]
-    folders = [Path(path) for path in config.paths]
-    each = isinstance(given, tuple)
-    return open_folders(folders, sizes if each else max(1, sizes[0]), verify=config.verify)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from mimo_plugin.config_tiers import FILE, MOONCAKE, REDIS, TiersConfig, require_place
@@ -38,6 +39,14 @@ def open_store(config: TiersConfig, *, where: str = SECTION) -> PageStore:
         return FileStore(folders[0], capacity_bytes=sizes[0], verify=config.verify)
     each = isinstance(config.capacity_gib, tuple)
     return open_folders(folders, sizes if each else sizes[0], verify=config.verify)
+
+
+def each_guarded(config: TiersConfig) -> TiersConfig:
+    """The same with a single folder as a list of one: one of a list has a guard of its own.
+
+    For who must not wait, neither for a folder nor for room to be made in it.
+    """
+    return replace(config, path=config.paths) if config.path else config
 
 
 def require_store(config: TiersConfig, *, where: str = SECTION) -> None:

@@ -308,6 +308,7 @@ def test_a_second_close_does_nothing(make: Callable[..., Any]) -> None:
         ({"capacity_gib": None}, "capacity_gib"),
         ({"path": ""}, "path"),
         ({"prefetch_tokens": 3}, "prefetch_tokens"),
+        ({"store": "mooncake", "path": "127.0.0.1:1", "capacity_gib": None}, "ooncake"),
     ],
 )
 def test_wrong_settings_are_named(

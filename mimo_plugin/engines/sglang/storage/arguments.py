@@ -12,14 +12,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from mimo_plugin.config_tiers import TiersConfig, parse_tiers
+from mimo_plugin.config_tiers import STORE_SETTINGS, TiersConfig, parse_tiers
 from mimo_plugin.engines.sglang.register import STORAGE_FIELDS
 from mimo_plugin.errors import nearest, setting_error
 from mimo_plugin.tiers import open as opening
 from mimo_plugin.tiers.store import PageStore
 
 SECTION = "hicache-storage-backend-extra-config"
-_OURS = ("store", "path", "capacity_gib", "verify", "name")
 _ENGINE = (
     "backend_name",
     "module_path",
@@ -41,11 +40,7 @@ def backend_arguments(config: TiersConfig) -> dict[str, str]:
         "class_name": "MimoStorage",
         "interface_v1": 1,
         "prefetch_threshold": config.prefetch_tokens,
-        "store": config.store,
-        "path": config.path,
-        "capacity_gib": config.capacity_gib,
-        "verify": config.verify,
-        "name": config.name,
+        **{name: getattr(config, name) for name in STORE_SETTINGS},
     }
     return dict(zip(STORAGE_FIELDS, ("dynamic", json.dumps(extra)), strict=True))
 
@@ -60,13 +55,13 @@ def open_store(extra: Mapping[str, Any]) -> PageStore:
         MooncakeUnavailable: no client library, or no master.
     """
     for setting in extra:
-        if setting not in (*_OURS, *_ENGINE):
-            hint = nearest(setting, _OURS)
+        if setting not in (*STORE_SETTINGS, *_ENGINE):
+            hint = nearest(setting, STORE_SETTINGS)
             raise setting_error(
                 f"{SECTION}.{setting}",
                 extra[setting],
-                f"one of {', '.join(_OURS)}",
+                f"one of {', '.join(STORE_SETTINGS)}",
                 f"write {hint}" if hint else "remove it",
             )
-    config = parse_tiers(SECTION, {name: extra[name] for name in _OURS if name in extra})
+    config = parse_tiers(SECTION, {name: extra[name] for name in STORE_SETTINGS if name in extra})
     return opening.open_store(config, where=SECTION)

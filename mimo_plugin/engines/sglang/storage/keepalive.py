@@ -15,9 +15,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+from mimo_plugin.core.touches import Touches
 
 logger = logging.getLogger("sglang.mimo_plugin")
 
@@ -42,7 +44,7 @@ class KeepAlive:
     def __init__(self, touch: Touch, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._touch = touch
         self._clock_s = clock_s
-        self._recent: OrderedDict[str, float] = OrderedDict()
+        self._recent: Touches[str] = Touches(INTERVAL_S, MAX_REMEMBERED)
         self._waiting: deque[Mapping[str, Sequence[str]]] = deque(maxlen=MAX_WAITING)
         self._wake = threading.Condition()
         self._closed = False
@@ -54,15 +56,7 @@ class KeepAlive:
 
     def due(self, last_hash: str) -> bool:
         """Whether the prefix that ends with this page is to be touched; notes that it is."""
-        now = self._clock_s()
-        before = self._recent.get(last_hash)
-        if before is not None and now - before < INTERVAL_S:
-            return False
-        self._recent[last_hash] = now
-        self._recent.move_to_end(last_hash)
-        if len(self._recent) > MAX_REMEMBERED:
-            self._recent.popitem(last=False)
-        return True
+        return bool(self._recent.due([last_hash], self._clock_s()))
 
     def add(self, pages: Mapping[str, Sequence[str]]) -> None:
         """Touch a prefix, soon.

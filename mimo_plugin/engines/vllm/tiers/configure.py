@@ -11,7 +11,13 @@ from dataclasses import asdict
 from typing import Any
 
 from mimo_plugin.config import MimoConfig
-from mimo_plugin.config_tiers import SGLANG_ONLY, TiersConfig, parse_tiers, refuse_foreign
+from mimo_plugin.config_tiers import (
+    SGLANG_ONLY,
+    STORE_SETTINGS,
+    TiersConfig,
+    parse_tiers,
+    refuse_foreign,
+)
 from mimo_plugin.engines.vllm.tiers.names import (
     CONNECTOR,
     CONNECTOR_MODULE,
@@ -24,7 +30,6 @@ from mimo_plugin.engines.vllm.tiers.names import (
 from mimo_plugin.errors import setting_error
 from mimo_plugin.tiers.open import require_store
 
-_STORE = ("store", "path", "capacity_gib", "verify", "name")
 WHERE = "mimo.tiers"
 """What the settings are called in messages."""
 
@@ -38,7 +43,7 @@ def transfer_config(config: TiersConfig) -> dict[str, Any]:
     require_host(WHERE, config)
     tiers = []
     if config.path:
-        store = {name: value for name, value in _given(config).items() if name in _STORE}
+        store = {name: value for name, value in _given(config).items() if name in STORE_SETTINGS}
         tiers.append({"type": TIER, "module_path": TIER_MODULE, "settings": store})
     assert config.host_gib is not None
     return {

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from vllm.v1.kv_offload.base import (
@@ -35,7 +34,7 @@ from mimo_plugin.engines.vllm.tiers.transfers import Job, Transfers
 from mimo_plugin.engines.vllm.version import installed_vllm
 from mimo_plugin.tiers.breaker import Breaker
 from mimo_plugin.tiers.keys import key_space
-from mimo_plugin.tiers.open import open_store, share_memory
+from mimo_plugin.tiers.open import each_guarded, open_store, share_memory
 from mimo_plugin.tiers.ring import RingStore
 from mimo_plugin.tiers.store import PageStore, Parts, StoreStats
 
@@ -106,11 +105,8 @@ class StoreTier(SecondaryTierManager):  # type: ignore[misc]
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         config = parse_tiers(SECTION, dict(settings))
-        if isinstance(config.path, str):
-            # One of a list has a guard of its own, under which room is made beside the calls.
-            config = replace(config, path=(config.path,) if config.path else "")
         self.accounting = TierAccounting()
-        self.store = guarded(open_store(config, where=SECTION))
+        self.store = guarded(open_store(each_guarded(config), where=SECTION))
         self._memory = primary_kv_view.cast("B")
         self._most_waiting = max(1, int(WAITING_PART * len(primary_kv_view)))
         self._waiting_rows = 0
