@@ -85,12 +85,6 @@ class StorePlan:
         last = (block + geometry.window_blocks) * size
         return nearest < len(self._points) and self._points[nearest] <= last
 
-    def waiting_blocks(self, group: int) -> int:
-        """Newest blocks of a group that the end of the turn may need."""
-        if TURN_END not in self._rule.classes:
-            return 0
-        return waiting_blocks(self._groups[group], self._rule)
-
     def _add(self, tokens: int) -> None:
         index = bisect_right(self._points, tokens)
         if not index or self._points[index - 1] != tokens:
@@ -103,7 +97,7 @@ def waiting_blocks(group: GroupGeometry, rule: RetentionRule) -> int:
     The end lies up to one alignment unit and the look-ahead before what is computed, and the point
     before it (``tail``) one unit more.
     """
-    if group.is_full:
+    if group.is_full or not {TURN_END, TAIL} & rule.classes:
         return 0
     size = group.block_size_tokens
     behind = rule.lookahead_tokens + rule.alignment_tokens - size

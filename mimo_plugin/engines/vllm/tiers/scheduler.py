@@ -23,7 +23,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadPolicy
 
 from mimo_plugin.core.joint import Place
 from mimo_plugin.core.retention import BOUNDARY, RetentionRule, find_message_starts
-from mimo_plugin.core.store_plan import StorePlan
+from mimo_plugin.core.store_plan import StorePlan, waiting_blocks
 from mimo_plugin.core.window import blocks_for_hit
 from mimo_plugin.engines.vllm.tiers.joint import DeviceBlocks
 from mimo_plugin.engines.vllm.tiers.lookups import RequestView, TieredLookups, geometry_of
@@ -35,6 +35,12 @@ class TieredScheduler(TieredLookups):
 
     rule: RetentionRule
     message_start_token_ids: frozenset[int]
+    #: newest chunks of each group that wait for the end of the turn
+    _waiting_chunks: list[int]
+    #: how far behind a block the points lie at most that need it
+    _reach_tokens: int
+    #: of the connector's groups, by vLLM's number
+    _positions: dict[int, int]
     _storing: Any
     _early_jobs: dict[int, Any]
 
@@ -56,6 +62,16 @@ class TieredScheduler(TieredLookups):
         scheduler.geometry = geometry_of(scheduler.config.kv_group_configs)
         scheduler.unit_tokens = lcm(*(g.block_size_tokens for g in scheduler.geometry))
         scheduler.rule = rule
+        groups = scheduler.geometry
+        scheduler._waiting_chunks = [waiting_blocks(group, rule) for group in groups]
+        scheduler._reach_tokens = max(
+            (g.window_blocks + g.lookahead_blocks) * g.block_size_tokens
+            for g in groups
+            if not g.is_full
+        )
+        scheduler._positions = {
+            config.group_idx: at for at, config in enumerate(scheduler.config.kv_group_configs)
+        }
         scheduler.message_start_token_ids = message_start_token_ids
         scheduler.device_blocks = None
         scheduler._requests = {}
@@ -72,10 +88,8 @@ class TieredScheduler(TieredLookups):
     def on_new_request(self, request: Any) -> None:
         """As upstream."""
         super().on_new_request(request)
-        plan = StorePlan(self.geometry, self.rule)
-        self._requests[request.request_id] = RequestView(plan)
-        waiting = [plan.waiting_blocks(group) for group in range(len(self.geometry))]
-        take_over(self._req_status[request.request_id], waiting)
+        self._requests[request.request_id] = RequestView(StorePlan(self.geometry, self.rule))
+        take_over(self._req_status[request.request_id], self._waiting_chunks)
 
     # -- loading -------------------------------------------------------------------------------
 
@@ -174,7 +188,7 @@ class TieredScheduler(TieredLookups):
         self, group_config: Any, start_chunk_idx: int, end_chunk_idx: int, *args: Any, **kwargs: Any
     ) -> list[bool] | None:
         """Which chunks of a group of the request at hand are stored; None: all."""
-        group = self.config.kv_group_configs.index(group_config)
+        group = self._positions[group_config.group_idx]
         geometry = self.geometry[group]
         if geometry.is_full:
             return None
@@ -191,13 +205,8 @@ class TieredScheduler(TieredLookups):
 
     def _extend_plan(self, ours: RequestView, request: Any, stored_tokens: int) -> None:
         """Decide the points that windows up to ``stored_tokens`` may belong to."""
-        reach = max(
-            (g.window_blocks + g.lookahead_blocks) * g.block_size_tokens
-            for g in self.geometry
-            if not g.is_full
-        )
         prompt = request.num_prompt_tokens
-        upto = max(prompt, stored_tokens + reach)
+        upto = max(prompt, stored_tokens + self._reach_tokens)
         if upto - upto % self.unit_tokens <= ours.plan.planned_tokens:
             return
         starts: list[int] = []
