@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -428,5 +429,23 @@ def test_a_master_named_twice():
         open_mooncake(["host:50051", "mooncake://host?protocol=rdma"])
 
 
-def test_this_process_does_not_load_the_library():
-    assert not [name for name in sys.modules if name.split(".")[0] == "mooncake"]
+def test_this_process_does_not_load_the_library(tmp_path):
+    """In a process of its own: here, another test may have had vLLM load it."""
+    (tmp_path / "mooncake").mkdir()
+    (tmp_path / "mooncake" / "__init__.py").touch()
+    (tmp_path / "mooncake" / "store.py").write_text(LIBRARY)
+    script = (
+        "import sys\n"
+        "from mimo_plugin.tiers import mooncake_store\n"
+        "mooncake_store.require_library()\n"
+        "print([name for name in sys.modules if name.split('.')[0] == 'mooncake'])\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])},
+        capture_output=True,
+        text=True,
+        timeout=PATIENT_S,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout) == (0, "[]\n"), ended.stderr
