@@ -8,10 +8,16 @@ import json
 import random
 import threading
 import time
+from dataclasses import asdict
 from typing import Any
 
 from aiohttp import web
 
+from mimo_plugin.core.cost import PrefillCost
+from mimo_plugin.core.load import Speed
+from mimo_plugin.core.reservations import Reservations
+from mimo_plugin.core.routing import Router
+from mimo_plugin.core.targets import Request, Target
 from mimo_plugin.router.page import HEADERS, page_files
 
 Json = dict[str, Any]
@@ -82,7 +88,7 @@ def candidate(name: str, hit_tokens: int, cost: float, **more: Any) -> Json:
 
 
 def decision(request: str, *candidates: Json, age_s: float = 1.0, **more: Any) -> Json:
-    """One decision as ``/decisions`` tells of it; the first candidate was chosen."""
+    """One decision as ``/decisions`` tells of it; the first candidate, unless another is named."""
     found: Json = {
         "time_s": time.time() - age_s,
         "request": request,
@@ -206,9 +212,65 @@ class PageServer:
 
 
 def example(seed: int = 3) -> tuple[list[Json], list[Json], Json]:
-    """Workers, decisions and an answer of ``/resident`` as a busy router would have them."""
+    """Workers, decisions and an answer of ``/resident`` as a busy router would have them.
+
+    The decisions are the real router's, on workers that keep all that they were sent.
+    """
     rng = random.Random(seed)
     a, b, c, d = (f"http://10.0.0.{i}:8000" for i in (1, 2, 3, 4))
+    targets = [Target(a), Target(b), Target(c, 0), Target(c, 1), Target(d)]
+    kept: dict[str, dict[str, int]] = {one.name: {} for one in targets}  # tokens by session
+    asked = ""
+
+    def lookup(_hashes: object, limit: int) -> dict[str, int]:
+        return {name: min(limit, held.get(asked, 0) // 64 * 64) for name, held in kept.items()}
+
+    speed = Speed(PrefillCost(8000.0), tokens_per_s=3000.0)
+    nothing = Reservations(64, 64, every_block=True)
+    router = Router(lookup, nothing, speed, random.Random(seed))
+    for one in targets:
+        router.set_target(one)
+    lengths = dict.fromkeys((f"chat-{i}" for i in range(24)), 0)
+    decisions: list[Json] = []
+    running: list[tuple[float, Request]] = []
+    now_s = time.time() - 300
+    while now_s < time.time() - 0.4:
+        now_s += rng.expovariate(0.4 + 0.5 * (int(now_s) % 90 < 40))
+        for first_s, begun in [one for one in running if one[0] <= now_s]:
+            router.first_token(begun, first_s)
+            router.done(begun, first_s)
+            running.remove((first_s, begun))
+        i = len(decisions)
+        asked = rng.choice([*lengths])
+        prompt = lengths[asked] + rng.choice([380, 730, 1210, 4400])
+        request = Request(f"req-{i:04d}", (), prompt, None if i % 13 == 4 else asked)
+        found = router.choose(request, now_s)
+        router.sent(request, found, now_s)
+        chosen = found.chosen
+        running.append((now_s + chosen.wait_s + chosen.prefill_s, request))
+        kept[found.target][asked] = lengths[asked] = prompt + 260
+        young = now_s > time.time() - 1.5
+        decisions.append(
+            decision(
+                request.id,
+                *(asdict(one) for one in found.candidates),
+                age_s=time.time() - now_s,
+                prompt_tokens=prompt,
+                session=request.session,
+                target=found.target,
+                reason=found.reason,
+                hit_tokens=chosen.hit_tokens,
+                predicted_hit_tokens=chosen.hit_tokens,
+                queue=found.queue,
+                actual_hit_tokens=None
+                if young
+                else max(0, chosen.hit_tokens - 64 * (i % 40 == 11)),
+                ttft_s=None if young else chosen.wait_s + chosen.prefill_s * (0.8 + rng.random()),
+                status=None if young else (502 if i % 90 == 70 else 200),
+                retries=1 if i % 90 == 70 else 0,
+            )
+        )
+    decisions.reverse()
     workers = [
         worker(a, target(a, in_flight=1, wait_s=0.0, recent_work_s=6.2, sessions=21)),
         worker(b, target(b, in_flight=4, wait_s=1.31, recent_work_s=18.9, decoding=9)),
@@ -222,60 +284,18 @@ def example(seed: int = 3) -> tuple[list[Json], list[Json], Json]:
         ),
         worker(
             d,
-            target(d, events={}, trusted=False, hit_tokens=804_010, recent_work_s=3.4),
+            target(d, trusted=False, hit_tokens=804_010, recent_work_s=3.4, sessions=12),
             engine="sglang",
             version="0.5.23",
             exact=False,
         ),
     ]
-    names = [one["name"] for each in workers for one in each["targets"]]
-    decisions = []
-    age_s = 0.3
-    for i in range(150):
-        prompt = rng.choice([1536, 4096, 2210, 9120, 15_872, 730])
-        best = prompt - rng.randrange(40, 400)
-        home = rng.randrange(len(names))
-        queue = round(rng.random() * 2, 2)
-        found = []
-        for j, name in enumerate(names):
-            hit = max(0, best if j == home else rng.choice([0, 0, 512, 640]) % best)
-            wait_s, prefill_s = rng.random() ** 3, 0.02 + (prompt - hit) / 20_000
-            found.append(
-                candidate(
-                    name,
-                    hit,
-                    wait_s + (1 + 2 * queue) * prefill_s,
-                    wait_s=wait_s,
-                    prefill_s=prefill_s,
-                    reserved=j == home and i % 7 == 0,
-                )
-            )
-        found.sort(key=lambda one: float(one["cost"]))
-        young = age_s < 1
-        decisions.append(
-            decision(
-                f"req-{i:04d}",
-                *found,
-                age_s=age_s,
-                prompt_tokens=prompt,
-                session=None if i % 9 == 4 else f"chat-{rng.randrange(40)}",
-                reason=rng.choice(["cost", "cost", "cost", "session", "prefix", "work", "chance"]),
-                queue=queue,
-                actual_hit_tokens=None if young else found[0]["hit_tokens"] - (64 * (i % 40 == 11)),
-                ttft_s=None if young else found[0]["wait_s"] + found[0]["prefill_s"],
-                status=None if young else (502 if i == 6 else 200),
-                retries=1 if i == 6 else 0,
-            )
-        )
-        age_s += rng.expovariate(0.7 + 0.4 * (i % 50 < 25))
+    hits = ((1408, 1504), (512, 1376), (0, 0), (512, 512), (480, 480))
     resident = {
         "prompt_tokens": 1536,
         "targets": {
-            names[0]: {"hit_tokens": 1408, "full_tokens": 1504},
-            names[1]: {"hit_tokens": 512, "full_tokens": 1376},
-            names[2]: {"hit_tokens": 0, "full_tokens": 0},
-            names[3]: {"hit_tokens": 512, "full_tokens": 512},
-            names[4]: {"hit_tokens": 480, "full_tokens": 480},
+            one.name: {"hit_tokens": hit, "full_tokens": full}
+            for one, (hit, full) in zip(targets, hits, strict=True)
         },
     }
     return workers, decisions, resident

@@ -5,7 +5,7 @@ import { arrange, bar, byId, fill, make, mark, say } from "./page-dom.js";
 import { Decisions } from "./page-charts.js";
 import * as words from "./page-words.js";
 
-const PAGE = 20;
+const PAGE = window.matchMedia("(max-width: 1000px)").matches ? 8 : 20;
 const PARTS = ["wait", "media", "prefill"];
 let numbered = 0;
 
@@ -155,14 +155,16 @@ class Row {
     this.inside.replaceChildren(facts(this.decision), candidateTable(this.decision));
   }
 
-  show(decision) {
+  // `several`: whether there is more than one model, so that it has to be said which.
+  show(decision, several) {
     this.decision = decision;
     const time = words.clock(decision.time_s);
     mark(this.button, "aria-label", `Candidates of the request at ${time}`);
     say(this.time, time);
     say(this.who, decision.session ? String(decision.session) : "no session");
     mark(this.who, "class", decision.session ? "upper" : "upper none");
-    say(this.what, [decision.model, String(decision.path ?? "").replace(/^\/v1\//, "")].filter(Boolean).join(" · "));
+    const path = String(decision.path ?? "").replace(/^\/v1\//, "");
+    say(this.what, [path, several ? decision.model : ""].filter(Boolean).join(" · "));
     say(this.target, words.label(decision.target));
     say(this.why, words.why(decision));
     const hit = words.hitOf(decision);
@@ -187,6 +189,9 @@ export class DecisionsTable {
     this.limit = PAGE;
     this.held = null; // time of the newest one in the list, while the list stands still
     byId("filter").addEventListener("input", () => this.render());
+    for (const kind of ["focusin", "focusout"]) {
+      this.table.addEventListener(kind, () => setTimeout(() => this.hold()));
+    }
     byId("more").addEventListener("click", () => {
       this.limit += PAGE;
       this.render();
@@ -204,10 +209,11 @@ export class DecisionsTable {
     this.render();
   }
 
-  // While somebody reads one, nothing comes in above it.
+  // While somebody reads one, or is there with the keyboard, nothing comes in above it.
   hold() {
     const open = [...this.rows.values()].some((row) => row.open);
-    if (!open) this.held = null;
+    const here = this.table.querySelector("button.open:focus-visible") !== null;
+    if (!open && !here) this.held = null;
     else this.held ??= this.all[0]?.time_s ?? null;
     this.render();
   }
@@ -226,11 +232,12 @@ export class DecisionsTable {
       if (row.open) row.toggle();
       this.rows.delete(key);
     }
+    const several = new Set(this.all.map((one) => one.model)).size > 1;
     const nodes = shown.map((decision) => {
       const key = Decisions.key(decision);
       if (!this.rows.has(key)) this.rows.set(key, new Row(() => this.hold()));
       const row = this.rows.get(key);
-      row.show(decision);
+      row.show(decision, several);
       return row.node;
     });
     arrange(this.table, nodes, this.table.tHead);

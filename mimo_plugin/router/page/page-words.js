@@ -45,8 +45,6 @@ export function label(target) {
   return rank === undefined ? name : `${name} rank ${rank}`;
 }
 
-export const STATES = { ready: "ready", draining: "draining", down: "down" };
-
 // What the router knows of a target's cache: [level, title, more]; level: good, fair or bad.
 export function knowledge(worker, target) {
   const events = target.events ?? null;
@@ -61,7 +59,9 @@ export function knowledge(worker, target) {
     ? `last event ${seconds(events.last_event_age_s)} ago`
     : "no event yet";
   if (!events.connected) return ["bad", "events cut off", [age, ...lost].join(", ")];
-  if (!target.trusted) return ["fair", "incomplete", ["events were lost", ...lost].join(", ")];
+  if (!target.trusted) {
+    return ["fair", "incomplete", [lost.length ? "events were lost" : "catching up", ...lost].join(", ")];
+  }
   return ["good", "exact", [age, ...lost].join(", ")];
 }
 
@@ -95,19 +95,19 @@ function rival(decision, chosen) {
   return `; ${has}, but costs more`;
 }
 
-const REASONS = {
-  only: "the only one that could take it",
-  cost: "cheapest",
-  session: "as cheap as others, and the chat was here before",
-  prefix: "as cheap as others, with most of it in full attention",
-  work: "as cheap as others, with least work lately",
-  chance: "as cheap as others, by chance",
-  owner: "keeps its images and videos",
-};
+const REASONS = new Map([
+  ["only", "the only one that could take it"],
+  ["cost", "cheapest"],
+  ["session", "as cheap as others, and the chat was here before"],
+  ["prefix", "as cheap as others, with most of it in full attention"],
+  ["work", "as cheap as others, with least work lately"],
+  ["chance", "as cheap as others, by chance"],
+  ["owner", "keeps its images and videos"],
+]);
 
 export function why(decision) {
   const chosen = chosenOf(decision);
-  const reason = REASONS[decision.reason] ?? String(decision.reason ?? "unknown");
+  const reason = REASONS.get(decision.reason) ?? String(decision.reason ?? "unknown");
   const tail = decision.reason === "cost" ? rival(decision, chosen) : "";
   const again = decision.retries > 0 ? ` (after ${plural(decision.retries, "retry", "retries")})` : "";
   return `${reason} — ${there(decision, chosen)}${tail}${again}`;

@@ -80,14 +80,15 @@ class Row {
     say(this.index.lower, more);
   }
 
-  showWorker(worker, most, busy) {
+  // `several`: whether there is more than one model, so that it has to be said which.
+  showWorker(worker, most, busy, several) {
     this.worker = worker;
     const targets = worker.targets ?? [];
     const sum = sumOf(targets);
     say(this.title, words.label(worker.url));
     const engine = [worker.engine, worker.version].filter(Boolean).join(" ");
-    say(this.about, [worker.model, engine].filter(Boolean).join(" · "));
-    const state = words.STATES[worker.state] ?? String(worker.state ?? "unknown");
+    say(this.about, [several ? worker.model : "", engine].filter(Boolean).join(" · "));
+    const state = String(worker.state ?? "unknown");
     mark(this.state.upper, "data-state", state);
     mark(this.state.upper, "class", "upper state");
     say(this.state.upper, state);
@@ -121,6 +122,7 @@ export class WorkersTable {
 
   show(workers) {
     const most = Math.max(1, ...targetsOf(workers).map((one) => one.recent_work_s ?? 0));
+    const several = new Set(workers.map((worker) => worker.model)).size > 1;
     const bodies = workers.map((worker) => {
       const targets = worker.targets ?? [];
       const ranks = targets.length > 1 ? targets : [];
@@ -131,7 +133,7 @@ export class WorkersTable {
         body = { node, first: rows[0], ranks: rows.slice(1) };
         this.bodies.set(worker.url, body);
       }
-      body.first.showWorker(worker, most, this.busy.has(worker.url));
+      body.first.showWorker(worker, most, this.busy.has(worker.url), several);
       body.ranks.forEach((row, i) => row.showRank(worker, ranks[i], most));
       return body.node;
     });

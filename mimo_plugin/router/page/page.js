@@ -124,7 +124,8 @@ function fail(error) {
   if (refused) title = `The router answered ${error.status}.`;
   say(byId("banner-title"), title);
   const detail = refused ? ` ${error.message}` : "";
-  say(byId("banner-text"), `${detail}${since} Trying again every two seconds.`.trim());
+  const again = paused ? "" : " Trying again every two seconds.";
+  say(byId("banner-text"), `${detail}${since}${again}`.trim());
   byId("banner-key").hidden = !wantsKey;
   byId("banner").hidden = false;
   mark(document.body, "class", "stale");
@@ -272,6 +273,7 @@ byId("prompt").addEventListener("input", () => {
 byId("resident").addEventListener("submit", async (event) => {
   event.preventDefault();
   const button = event.target.querySelector("[type=submit]");
+  if (button.getAttribute("aria-disabled") === "true") return;
   mark(button, "aria-disabled", "true");
   const model = byId("model").value;
   const body = { ...(model ? { model } : {}), ...bodyOf(byId("prompt").value) };
