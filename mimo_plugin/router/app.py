@@ -7,7 +7,6 @@ import asyncio
 import logging
 import signal
 from collections.abc import Awaitable, Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -19,6 +18,7 @@ from mimo_plugin.errors import ConfigError, MimoError, setting_error
 from mimo_plugin.router import admin, incoming
 from mimo_plugin.router.metrics import CONTENT_TYPE, Gauge, Metrics
 from mimo_plugin.router.model import ModelFacts
+from mimo_plugin.router.page import HEADERS, page_files
 from mimo_plugin.router.parts import PromptError, PromptReader
 from mimo_plugin.router.problems import Problem
 from mimo_plugin.router.proxy import Proxy
@@ -29,21 +29,6 @@ from mimo_plugin.router.workers import Worker
 
 log = logging.getLogger(__name__)
 
-PAGE = Path(__file__).parent / "page"
-_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".svg": "image/svg+xml",
-    ".png": "image/png",
-    ".ico": "image/x-icon",
-}
-_PAGE_HEADERS = {
-    "Cache-Control": "no-cache",
-    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-}
 _DEFAULT_DECISIONS = 100
 _IDLE_WORKER_S = 3.0  # engines close idle connections after 5 s
 
@@ -75,11 +60,7 @@ class App:
             ("POST", "/resident"): self._resident,
         }
         self._own = {path for _, path in self._routes}
-        self._page = {
-            "/" if file.name == "index.html" else f"/page/{file.name}": file
-            for file in (PAGE.iterdir() if PAGE.is_dir() else ())
-            if file.suffix in _TYPES
-        }
+        self._page = page_files()
 
     async def start(self) -> None:
         """Ask the workers and listen.
@@ -160,15 +141,17 @@ class App:
             if route is not None:
                 return await route(request)
             if method in ("GET", "HEAD") and path in self._page:
-                return self._file(path)
+                return self._file(request)
             raise Problem(405, f"{method} {path}: not allowed")
         except Problem as problem:
             return problem.response()
 
-    def _file(self, path: str) -> web.Response:
-        file = self._page[path]
-        headers = {**_PAGE_HEADERS, "Content-Type": _TYPES[file.suffix]}
-        return web.Response(body=file.read_bytes(), headers=headers)
+    def _file(self, request: web.BaseRequest) -> web.Response:
+        file = self._page[request.path]
+        headers = {**HEADERS, "ETag": file.etag}
+        if file.etag in request.headers.get("If-None-Match", ""):
+            return web.Response(status=304, headers=headers)
+        return web.Response(body=file.body, headers={**headers, "Content-Type": file.content_type})
 
     # Open to all
 

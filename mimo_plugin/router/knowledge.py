@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
+from mimo_plugin.core.block_hashes import PromptHasher
 from mimo_plugin.core.kv_events import Hash
 from mimo_plugin.core.reservations import Reservations
 from mimo_plugin.core.residency import ResidencyIndex
-from mimo_plugin.router.parts import ApproximateIndex, EventReader, PromptHasher
+from mimo_plugin.router.parts import ApproximateIndex, EventReader
 from mimo_plugin.router.probe import Source
 from mimo_plugin.router.prompt import Prompt
 

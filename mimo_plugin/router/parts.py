@@ -7,19 +7,6 @@ import asyncio
 from typing import Any
 
 
-class PromptHasher:
-    def __init__(self, hash_block_tokens: int) -> None:
-        self._n = hash_block_tokens
-
-    def hashes(self, prompt: Any) -> list[int]:
-        n, found, parent = self._n, [], 0
-        ids = prompt.token_ids
-        for i in range(0, len(ids) // n * n, n):
-            parent = hash((parent, tuple(ids[i : i + n])))
-            found.append(parent)
-        return found
-
-
 class EventReader:
     def __init__(self, *args: Any, **kw: Any) -> None:
         self.status: dict[str, Any] = {"connected": False}
