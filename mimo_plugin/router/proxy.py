@@ -44,11 +44,14 @@ class Unstarted(Exception):
 
     Attributes:
         kind: ``connect``, ``closed``, ``status`` or ``timeout``.
+        refused: nobody listens there. That a connection takes long may be a crowd before it.
     """
 
-    def __init__(self, kind: str, target: str, message: str) -> None:
+    def __init__(
+        self, kind: str, target: str, message: str, *, refused: bool = False
+    ) -> None:
         super().__init__(f"{target}: {message}")
-        self.kind, self.target = kind, target
+        self.kind, self.target, self.refused = kind, target, refused
 
 
 @dataclass(slots=True, eq=False)
@@ -277,7 +280,7 @@ class Proxy:
     def _blame(self, error: Unstarted) -> None:
         worker = self._service.workers.by_target.get(error.target)
         if worker is not None:
-            worker.failed(str(error), down=error.kind == "connect")
+            worker.failed(str(error), down=error.refused)
 
     async def _send(self, exchange: Exchange, target: str, body: bytes) -> aiohttp.ClientResponse:
         known = self._service.router.targets.get(target)
@@ -297,7 +300,9 @@ class Proxy:
                 timeout=self._timeout,
                 allow_redirects=False,
             )
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+        except aiohttp.ClientConnectorError as error:
+            raise Unstarted("connect", target, _words(error), refused=True) from None
+        except aiohttp.ConnectionTimeoutError as error:
             raise Unstarted("connect", target, _words(error)) from None
         except asyncio.TimeoutError:
             text = f"nothing within {self._settings.read_timeout_s:g} s (--read-timeout)"
