@@ -24,9 +24,9 @@ from yarl import URL
 
 from mimo_plugin.core.targets import Decision, NoTargetError
 from mimo_plugin.router import disaggregated, incoming
-from mimo_plugin.router.parts import PromptError
 from mimo_plugin.router.problems import Problem
 from mimo_plugin.router.prompt import Prompt
+from mimo_plugin.router.prompts import PromptError
 from mimo_plugin.router.relay import ClientGone, Closed, Relayed, WorkerErrors, relay
 from mimo_plugin.router.service import Routing, Service
 from mimo_plugin.router.settings import Settings
@@ -47,9 +47,7 @@ class Unstarted(Exception):
         refused: nobody listens there. That a connection takes long may be a crowd before it.
     """
 
-    def __init__(
-        self, kind: str, target: str, message: str, *, refused: bool = False
-    ) -> None:
+    def __init__(self, kind: str, target: str, message: str, *, refused: bool = False) -> None:
         super().__init__(f"{target}: {message}")
         self.kind, self.target, self.refused = kind, target, refused
 
@@ -83,11 +81,10 @@ class Proxy:
     Args:
         service: decides.
         session: to workers, without limits of its own.
-        reader: gives the prompt of a request.
     """
 
-    def __init__(self, service: Service, session: aiohttp.ClientSession, reader: Any) -> None:
-        self._service, self._session, self._reader = service, session, reader
+    def __init__(self, service: Service, session: aiohttp.ClientSession) -> None:
+        self._service, self._session = service, session
         self._settings: Settings = service.settings
         self._metrics = service.metrics
         self.in_flight = 0
@@ -165,7 +162,7 @@ class Proxy:
         if parsed is None:
             return Prompt((), max(1, body_bytes // 4))
         try:
-            prompt: Prompt = await self._reader.read(path, parsed, request.headers)
+            prompt = await self._service.tokens.reader.read(path, parsed, request.headers)
         except PromptError as error:
             raise Problem(error.status, error.message) from None
         return prompt

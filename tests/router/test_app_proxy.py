@@ -80,7 +80,7 @@ SSE = {"Content-Type": "text/event-stream"}
 async def test_a_stream_is_passed_on_byte_by_byte_and_as_it_comes() -> None:
     events = [
         b": a comment\n\n",
-        b"data: {\"a\":  1}\r\n\r\n",
+        b'data: {"a":  1}\r\n\r\n',
         b"data: \xf0\x9f\x98",
         b"\x80 split\n",
         b"\n",
@@ -169,15 +169,17 @@ async def test_a_slow_client_holds_the_worker_back() -> None:
         return response
 
     worker = await FakeWorker(flood).start()
-    async with routing(worker) as front:
-        async with front.client.post(
+    async with (
+        routing(worker) as front,
+        front.client.post(
             front.url + "/v1/completions", json={"model": MODEL, "prompt": "x", "stream": True}
-        ) as response:
-            await response.content.readexactly(10)
-            await asyncio.sleep(0.5)
-            assert sent < 40 << 20
-            rest = await response.read()
-            assert len(rest) + 10 == 1600 * 65534
+        ) as response,
+    ):
+        await response.content.readexactly(10)
+        await asyncio.sleep(0.5)
+        assert sent < 40 << 20
+        rest = await response.read()
+        assert len(rest) + 10 == 1600 * 65534
 
 
 # Faults
@@ -574,7 +576,11 @@ async def test_prefill_and_decode_apart() -> None:
         assert code == 200 and body.endswith(b"[DONE]\n\n")
         assert headers["X-Mimo-Worker"] == second.url
         asked, got = first.seen[0], second.seen[0]
-        assert (asked["stream"], asked["max_tokens"], asked["max_completion_tokens"]) == (False, 1, 1)
+        assert (asked["stream"], asked["max_tokens"], asked["max_completion_tokens"]) == (
+            False,
+            1,
+            1,
+        )
         assert "stream_options" not in asked
         assert asked["kv_transfer_params"]["do_remote_decode"] is True
         assert got["kv_transfer_params"] == transfer
