@@ -70,6 +70,7 @@ class EventReader:
         hash_block_tokens: must be the index's.
         topic: the publisher's, "" for all.
         on_change: called after batches were applied, with the target.
+        decode: what reads a payload: another one for engines whose events differ from vLLM's.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class EventReader:
         topic: str = "",
         on_change: Callable[[str], None] | None = None,
         replay_wait_s: float = REPLAY_WAIT_S,
+        decode: Callable[[bytes], tuple[list[EngineEvent], int]] = decode,
         context: zmq.asyncio.Context | None = None,
     ) -> None:
         if hash_block_tokens not in (None, index.hash_block_tokens):
@@ -97,6 +99,7 @@ class EventReader:
         self._index = index
         self._on_change = on_change
         self._replay_wait_s = replay_wait_s
+        self._decode = decode
         self._context = context
         self._connected = False
         self._quiet_s = QUIET_S[0]
@@ -298,7 +301,7 @@ class EventReader:
 
     def _events(self, payload: bytes) -> Sequence[EngineEvent]:
         try:
-            events, unknown = decode(payload)
+            events, unknown = self._decode(payload)
         except PayloadError as error:
             # What was removed is not known, and so not what is left.
             self._counts["decode_errors"] += 1
