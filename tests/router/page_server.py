@@ -233,9 +233,12 @@ def example(seed: int = 3) -> tuple[list[Json], list[Json], Json]:
     lengths = dict.fromkeys((f"chat-{i}" for i in range(24)), 0)
     decisions: list[Json] = []
     running: list[tuple[float, Request]] = []
-    now_s = time.time() - 300
-    while now_s < time.time() - 0.4:
-        now_s += rng.expovariate(0.4 + 0.5 * (int(now_s) % 90 < 40))
+    end_s = time.time() - 0.4
+    now_s = end_s - 300
+    while True:
+        now_s += rng.expovariate(0.4 + 0.5 * (int(end_s - now_s) % 90 < 40))
+        if now_s > end_s:
+            break
         for first_s, begun in [one for one in running if one[0] <= now_s]:
             router.first_token(begun, first_s)
             router.done(begun, first_s)
@@ -249,7 +252,7 @@ def example(seed: int = 3) -> tuple[list[Json], list[Json], Json]:
         chosen = found.chosen
         running.append((now_s + chosen.wait_s + chosen.prefill_s, request))
         kept[found.target][asked] = lengths[asked] = prompt + 260
-        young = now_s > time.time() - 1.5
+        young = now_s > end_s - 1.1
         decisions.append(
             decision(
                 request.id,
