@@ -302,8 +302,9 @@ REASONS = [
         f"{TIE}, by chance — none of its 1,536 tokens are anywhere",
     ),
     (
-        decision("", candidate(B, 0, 0.5), candidate(A, 9, 0.5), reason="work"),
-        f"{TIE}, with least work lately — none of its 1,536 tokens are there",
+        decision("", candidate(B, 0, 0.5), candidate(A, 9, 0.6, wait_s=0), reason="work"),
+        f"{TIE}, with least work lately — none of its 1,536 tokens are there; "
+        "10.0.0.1:8000 has 9, but costs more",
     ),
     (
         decision("", TO_B, reason="prefix", retries=2),

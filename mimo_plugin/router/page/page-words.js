@@ -109,7 +109,7 @@ export function why(decision) {
   if (!decision.target) return "no worker could take it";
   const chosen = chosenOf(decision);
   const reason = REASONS.get(decision.reason) ?? String(decision.reason ?? "unknown");
-  const tail = decision.reason === "cost" ? rival(decision, chosen) : "";
+  const tail = rival(decision, chosen);
   const again = decision.retries > 0 ? ` (after ${plural(decision.retries, "retry", "retries")})` : "";
   return `${reason} — ${there(decision, chosen)}${tail}${again}`;
 }
