@@ -331,8 +331,9 @@ def draw(path: Path) -> None:
         page.mouse.move(0, 0)
         page.screenshot(path=path)
     server.close()
-    colours = Image.open(path).convert("RGB").quantize(256, dither=Image.Dither.NONE)
-    colours.save(path, optimize=True)
+    picture = Image.open(path).convert("RGB")
+    method, dither = Image.Quantize.MAXCOVERAGE, Image.Dither.NONE
+    picture.quantize(256, method, dither=dither).save(path, optimize=True)
 
 
 def main() -> None:

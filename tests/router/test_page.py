@@ -277,6 +277,7 @@ def test_charts_are_drawn_from_the_past_and_read_out(open_page, server):
 
 
 MOST = "cheapest — 1,408 of 1,536 tokens are there"
+NONE = "none of its 1,536 tokens are there"
 TIE = "as cheap as others"
 TO_B = candidate(B, 1408, 0.5, wait_s=0.2)
 REASONS = [
@@ -303,8 +304,7 @@ REASONS = [
     ),
     (
         decision("", candidate(B, 0, 0.5), candidate(A, 9, 0.6, wait_s=0), reason="work"),
-        f"{TIE}, with least work lately — none of its 1,536 tokens are there; "
-        "10.0.0.1:8000 has 9, but costs more",
+        f"{TIE}, with least work lately — {NONE}; 10.0.0.1:8000 has 9, but costs more",
     ),
     (
         decision("", TO_B, reason="prefix", retries=2),
