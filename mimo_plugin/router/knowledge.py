@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd, lcm
 
 from mimo_plugin.core.beliefs import Cache
@@ -21,6 +21,7 @@ from mimo_plugin.core.lookups import Lookups
 from mimo_plugin.core.named_index import NamedIndex
 from mimo_plugin.core.reservations import Reservations
 from mimo_plugin.core.residency import ResidencyIndex
+from mimo_plugin.core.sglang_names import block_tokens_of
 from mimo_plugin.router.events import EventReader
 from mimo_plugin.router.probe import Facts, Source
 from mimo_plugin.router.prompt import Prompt
@@ -97,12 +98,18 @@ class Knowledge:
                 facts.window_capacity_tokens,
                 facts.chunk_tokens,
             )
-            page = facts.hash_tokens
-            fits = page is not None and page % self.hash_tokens == 0
+            try:
+                block_tokens = block_tokens_of(
+                    facts.hash_tokens or self.hash_tokens, self.hash_tokens
+                )
+            except ValueError as error:
+                log.warning("%s: its events are not read: %s", target, error)
+                source, block_tokens = None, self.hash_tokens
+                cache = replace(cache, told=False)
             self.lookups.add_approximate(
                 target,
                 cache,
-                block_tokens=page if fits else None,
+                block_tokens=block_tokens,
                 window_tokens=self._window_tokens,
             )
         if source is not None and target not in self.readings:

@@ -280,6 +280,13 @@ def worker_of(values: Mapping[str, Any], setting: str) -> WorkerSpec:
     )
 
 
+def settings_text(spec: WorkerSpec) -> dict[str, str]:
+    """A worker's settings but its address, as texts; :func:`worker_of` takes them."""
+    values = {"role": spec.role, "events": spec.events, "replay": spec.replay}
+    values |= {"ranks": None if spec.ranks is None else str(spec.ranks), "engine": spec.engine}
+    return {key: value for key, value in values.items() if value is not None}
+
+
 def _ranks(value: Any, setting: str) -> int | None:
     if value is None:
         return None
