@@ -125,6 +125,21 @@ class EventReader:
             **self._counts,
         }
 
+    @property
+    def last(self) -> tuple[int, bytes] | None:
+        """Number and digest of the batch that was applied last; None: of none is it known."""
+        next_seq = self._index.next_seq(self.target)
+        digest = self._digests.get(next_seq - 1) if next_seq is not None else None
+        return (next_seq - 1, digest) if next_seq is not None and digest is not None else None
+
+    def resume(self, digest: bytes) -> None:
+        """The index was given what the target held after the batch with this digest, before
+        :meth:`run`: what came since is asked for, and all is forgotten where it is not to be had.
+        """
+        next_seq = self._index.next_seq(self.target)
+        if next_seq is not None:
+            self._digests[next_seq - 1] = digest
+
     async def run(self) -> None:
         """Read until cancelled."""
         context = self._context or zmq.asyncio.Context.instance()

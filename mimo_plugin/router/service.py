@@ -96,7 +96,8 @@ class Service:
         random: Random | None = None,
     ) -> None:
         self.settings, self.model, self.metrics = settings, model, metrics
-        self.knowledge = Knowledge(settings.hash_block_tokens, model.window_tokens)
+        self.state = open_state(settings.state, self.now_s)
+        self.knowledge = Knowledge(settings.hash_block_tokens, model.window_tokens, self.state)
         start = Speed(PrefillCost(model.parity_tokens))
         if settings.tokens_per_s is not None:
             start = Speed(start.cost, settings.tokens_per_s)
@@ -109,7 +110,6 @@ class Service:
             prefixes=self._prefixes if model.window_tokens is not None else None,
             queue_weight=settings.queue_weight,
         )
-        self.state = open_state(settings.state, self.now_s)
         self.records = Records()
         self.counts: dict[str, Count] = {}
         self._last: OrderedDict[str, tuple[Sequence[Hash], int]] = OrderedDict()
@@ -135,6 +135,7 @@ class Service:
         given = {spec.url: settings_text(spec) for spec in self.settings.workers}
         listener = RouterListener(self.router, self._worker_changed_elsewhere, self.now_s)
         await self.state.start(listener, given)
+        self.knowledge.start()
         await self.workers.first_look(2 * self.settings.connect_timeout_s)
 
     async def close(self) -> None:
