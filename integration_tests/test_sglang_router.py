@@ -11,10 +11,12 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,8 +27,8 @@ from mimo_plugin.core.lookups import Lookups
 from mimo_plugin.core.targets import Request
 from mimo_plugin.router.events import EventReader
 from mimo_plugin.router.prompt import Prompt
-from mimo_plugin.router.sglang_events import decode, sglang_cache
-from tools.server import SglangServer, free_port
+from mimo_plugin.router.sglang_events import decode, sglang_cache, sglang_sizes
+from tools.server import EngineServer, SglangServer, free_port
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -34,6 +36,13 @@ PAGE, WINDOW = 16, 128
 TARGET = "worker"
 REQUESTS = 70
 SETTLE_S = 0.05  # from an answer until its events are here
+
+
+class RouterServer(EngineServer):
+    """One ``mimo router`` process."""
+
+    def _serve(self) -> list[str]:
+        return [sys.executable, "-m", "mimo_plugin.cli", "router", "--model", self.model]
 
 
 class Loop:
@@ -98,10 +107,8 @@ class Follower:
 
     def follow(self, *, told: bool) -> tuple[Lookups, EventReader | None]:
         lookups = Lookups(PAGE)
-        known = sglang_cache(self.info, PAGE, told=told, window_tokens=WINDOW)
-        index = lookups.add_approximate(
-            TARGET, known.cache, block_tokens=known.block_tokens, window_tokens=WINDOW
-        )
+        cache = sglang_cache(sglang_sizes(self.info), PAGE, told=told, window_tokens=WINDOW)
+        index = lookups.add_approximate(TARGET, cache, block_tokens=PAGE, window_tokens=WINDOW)
         if not told:
             return lookups, None
         reader = EventReader(TARGET, self.endpoint, self.replay, index, topic="kv", decode=decode)
@@ -310,3 +317,60 @@ def test_an_emptied_cache_is_empty(follower: Follower) -> None:
     assert follower.loop.call(follower.told.index(TARGET).blocks_of, TARGET) == 0
     again = follower.ask(list(ids))
     assert (again.full, again.told, again.cached) == (0, 0, 0)
+
+
+def text_of(chunks: list[dict[str, Any]]) -> str:
+    """What a streamed chat answer says."""
+    return "".join(
+        choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"]
+    )
+
+
+def test_the_router_serves_an_sglang_worker(follower: Follower, tmp_path: Path) -> None:
+    """Text, hits and what is said of the worker, through the real process; it comes late, too."""
+    server = follower.server
+    system = {"role": "system", "content": "You are a patient and thorough assistant. " * 30}
+    user = {"role": "user", "content": "Tell me about rivers and the sea. " * 10}
+    body = {
+        "messages": [system, user],
+        "max_tokens": 16,
+        "temperature": 0,
+        "stream_options": {"include_usage": True},
+    }
+    router = RouterServer(
+        server.model,
+        arguments=["--worker", server.base_url, "--trust-remote-code"],
+        log=tmp_path / "router.log",
+        ready_timeout_s=60,
+    )
+    with router:
+        deadline = time.monotonic() + 20
+        while True:
+            (worker,) = json.loads(router.text("/workers"))["workers"]
+            (target,) = worker["targets"]
+            if target["trusted"] and (target["events"] or {}).get("connected"):
+                break
+            assert time.monotonic() < deadline, worker
+            time.sleep(0.1)
+        assert (worker["engine"], worker["exact"]) == ("sglang", False)
+        assert target["known_from"] == {"full": "events", "windows": "believed"}
+
+        first = text_of(list(router.stream("/v1/chat/completions", body)))
+        time.sleep(1)  # until its reservation has ended too
+        again = list(router.stream("/v1/chat/completions", body))
+        said = {"role": "assistant", "content": first}
+        body["messages"] = [system, user, said, {"role": "user", "content": "And lakes?"}]
+        time.sleep(1)
+        turn = text_of(list(router.stream("/v1/chat/completions", body)))
+        direct = text_of(list(server.stream("/v1/chat/completions", body)))
+        time.sleep(0.5)
+        decisions = json.loads(router.text("/decisions?limit=3"))["decisions"]
+        (worker,) = json.loads(router.text("/workers"))["workers"]
+    assert first and text_of(again) == first
+    assert turn == direct
+    decisions.sort(key=lambda decision: decision["time_s"])
+    hits = [decision["actual_hit_tokens"] for decision in decisions]
+    assert again[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == hits[1] > 300
+    assert [d["predicted_hit_tokens"] for d in decisions] == hits, decisions
+    assert hits[0] == 0 and hits[2] >= hits[1]
+    assert worker["targets"][0]["requests"] == 3

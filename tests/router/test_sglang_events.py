@@ -10,10 +10,10 @@ from mimo_plugin.core.block_hashes import PromptHasher, block_hashes
 from mimo_plugin.core.event_names import EngineStored
 from mimo_plugin.core.kv_events import AllBlocksCleared, BlockRemoved, Step
 from mimo_plugin.core.lookups import Lookups
-from mimo_plugin.errors import ConfigError
+from mimo_plugin.core.sglang_names import block_tokens_of
 from mimo_plugin.router.event_wire import PayloadError
 from mimo_plugin.router.prompt import Prompt
-from mimo_plugin.router.sglang_events import decode, retention_rule, sglang_cache
+from mimo_plugin.router.sglang_events import decode, retention_rule, sglang_cache, sglang_sizes
 
 PAGE = 16
 TOKENS = [*range(300, 300 + 4 * PAGE)]
@@ -71,10 +71,8 @@ def test_anything_else_is_refused(data):
 
 def lookups_for(told=True, **info):
     lookups = Lookups(PAGE)
-    known = sglang_cache(SERVER_INFO | info, PAGE, told=told, window_tokens=128)
-    index = lookups.add_approximate(
-        "w", known.cache, block_tokens=known.block_tokens, window_tokens=128
-    )
+    cache = sglang_cache(sglang_sizes(SERVER_INFO | info), PAGE, told=told, window_tokens=128)
+    index = lookups.add_approximate("w", cache, block_tokens=PAGE, window_tokens=128)
     return lookups, index
 
 
@@ -144,31 +142,31 @@ def test_keys_of_media_leave_the_text_before_them():
     assert index.name_counts("w").unknown_parents == 1
 
 
+def cache_of(info, *, rank=0, told=True, window_tokens=128):
+    return sglang_cache(sglang_sizes(info, rank), PAGE, told=told, window_tokens=window_tokens)
+
+
 def test_what_a_worker_says_of_itself():
-    known = sglang_cache(SERVER_INFO, PAGE, told=True, window_tokens=128)
-    cache = known.cache
+    cache = cache_of(SERVER_INFO)
     assert (cache.told, cache.capacity_tokens, cache.window_capacity_tokens) == (True, 4096, 2048)
-    assert (cache.chunk_tokens, cache.rule, known.block_tokens) == (512, None, 16)
-    second = sglang_cache(SERVER_INFO, PAGE, told=False, window_tokens=None, rank=1).cache
+    assert (cache.chunk_tokens, cache.rule) == (512, None)
+    second = cache_of(SERVER_INFO, told=False, window_tokens=None, rank=1)
     assert (second.capacity_tokens, second.window_capacity_tokens) == (8192, 1024)
-    host = sglang_cache(
-        SERVER_INFO | {"enable_hierarchical_cache": True}, PAGE, told=True, window_tokens=128
-    ).cache
+    host = cache_of(SERVER_INFO | {"enable_hierarchical_cache": True})
     assert (host.capacity_tokens, host.window_capacity_tokens) == (3 * 4096, 3 * 2048)
-    plugin = sglang_cache(
-        SERVER_INFO | {"radix_cache_backend": "mimo"}, PAGE, told=True, window_tokens=128
-    ).cache
+    plugin = cache_of(SERVER_INFO | {"radix_cache_backend": "mimo"})
     assert plugin.rule == retention_rule(128, 16)
-    nothing = sglang_cache({}, PAGE, told=False, window_tokens=128).cache
-    assert (nothing.capacity_tokens, nothing.chunk_tokens) == (None, None)
+    assert sglang_sizes(SERVER_INFO).page_tokens == 16
+
+
+@pytest.mark.parametrize(
+    "info", [{}, {"internal_states": [None]}, {"internal_states": [{"memory_usage": 3}]}]
+)
+def test_what_is_not_said_is_not_known(info):
+    assert sglang_sizes(info | {"chunked_prefill_size": -1}) == sglang_sizes({})
+    assert cache_of({}, told=False).capacity_tokens is None
 
 
 @pytest.mark.parametrize(("page", "block"), [(1, 16), (8, 16), (16, 16), (64, 64)])
 def test_pages_of_other_sizes(page, block):
-    info = SERVER_INFO | {"page_size": page}
-    assert sglang_cache(info, PAGE, told=True, window_tokens=128).block_tokens == block
-
-
-def test_pages_that_do_not_fit():
-    with pytest.raises(ConfigError, match="--page-size .*24.*16"):
-        sglang_cache(SERVER_INFO | {"page_size": 24}, PAGE, told=True, window_tokens=None)
+    assert block_tokens_of(page, PAGE) == block
