@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 
 import pytest
 from playwright.sync_api import expect, sync_playwright
@@ -271,6 +272,28 @@ def test_charts_are_drawn_from_the_past_and_read_out(open_page, server):
     assert abs(line["y"] - (box["y"] + box["height"] / 2)) < 0.25 * box["height"]
     page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + 10)
     expect(chart.locator(".read")).to_have_text(re.compile(r"^250 ms, 1[12]\d s ago$"))
+
+
+def test_a_chart_has_holes_where_nothing_was_known(open_page):
+    page = open_page()
+    lines = page.evaluate("""async () => {
+      const { Chart } = await import("./page-charts.js");
+      const place = document.querySelector("#tile-ttft [data-chart]").cloneNode();
+      document.querySelector("#tile-ttft").append(place);
+      const chart = new Chart(place, "x", "X", String);
+      const at = (time_s, x) => ({time_s, x});
+      const drawn = (samples) => {
+        chart.update(samples, 100);
+        return place.querySelectorAll(".line").length;
+      };
+      return [
+        drawn([]),
+        drawn([at(2, 1), at(4, 2), at(6, 1)]),
+        drawn([at(2, 1), at(4, null), at(6, 1)]),
+        drawn([at(2, 1), at(4, 2), at(60, 1), at(62, 1)]),
+      ];
+    }""")
+    assert lines == [0, 1, 2, 2]
 
 
 # Decisions
@@ -615,6 +638,17 @@ def test_pause(open_page, server):
         later(page)
     page.wait_for_timeout(300)
     assert server.polls == asked
+    # Also when an answer was still to come.
+    server.slow_s = 0.3
+    page.get_by_role("button", name="Pause").click()
+    page.get_by_role("button", name="Pause").click()
+    page.wait_for_timeout(600)
+    asked = server.polls
+    later(page)
+    page.wait_for_timeout(300)
+    assert server.polls == asked
+    expect(page.locator("#updated")).to_contain_text("Paused at")
+    server.slow_s = 0.0
     page.get_by_role("button", name="Pause").click()
     expect(page.locator("#updated")).to_contain_text("As of")
     assert server.polls == asked + 1
@@ -664,7 +698,7 @@ def test_text_has_contrast(open_page, server, scheme, width):
 @pytest.mark.parametrize("width", [320, 390, 700, 1000, 1280])
 def test_nothing_is_wider_than_the_window(open_page, server, width):
     page = busy(open_page, server, width)
-    long = "a-very-long-name-without-a-gap-" * 12
+    long = "a_very_long_name_without_a_gap_" * 12
     server.workers.append(worker(f"http://{long}", model=long, version=long))
     server.decisions.insert(
         0,
@@ -708,9 +742,24 @@ def test_what_a_screen_reader_finds(open_page, server):
     assert headings.count(1) == 1
     # Cards keep the roles that their looks take from them.
     page.set_viewport_size({"width": 390, "height": 844})
-    table = page.get_by_role("table", name="Workers")
-    assert table.get_by_role("rowheader").count() == 6
-    assert table.get_by_role("columnheader").count() == 11
+    tree = page.context.new_cdp_session(page).send("Accessibility.getFullAXTree")
+    nodes = {node["nodeId"]: node for node in tree["nodes"]}
+
+    def count_roles(root):
+        roles = Counter([root["role"]["value"]])
+        for child in root.get("childIds", ()):
+            roles += count_roles(nodes[child])
+        return roles
+
+    tables = {
+        node["name"]["value"]: count_roles(node)
+        for node in nodes.values()
+        if node.get("role", {}).get("value") == "table"
+    }
+    workers = tables["Workers"]
+    assert (workers["columnheader"], workers["rowheader"], workers["row"]) == (11, 6, 7)
+    assert workers["cell"] == 4 * 10 + 2 * 8  # a rank has no state and no button of its own
+    assert tables["Recent decisions"]["columnheader"] == 8 + 8  # with the one inside
 
 
 def test_focus_is_seen(open_page):
