@@ -55,7 +55,8 @@ def target(name: str, rank: int | None = None, **more: Any) -> Json:
         "errors": 0,
         "events": events,
     }
-    found["events"] = events | more.pop("events", {})
+    changed = more.pop("events", {})
+    found["events"] = None if changed is None else events | changed
     return found | more
 
 
@@ -299,7 +300,9 @@ def example(seed: int = 13) -> tuple[list[Json], list[Json], Json]:
         ),
         worker(
             d,
-            target(d, trusted=False, hit_tokens=804_010, recent_work_s=3.4, sessions=12),
+            target(
+                d, events=None, trusted=True, hit_tokens=804_010, recent_work_s=3.4, sessions=12
+            ),
             engine="sglang",
             version="0.5.23",
             exact=False,

@@ -160,11 +160,22 @@ def test_workers_with_all_that_is_known_of_them(open_page, server):
             A, target(A, in_flight=7, decode_tokens=1_234_567, hit_tokens=300, prompt_tokens=400)
         ),
         worker(B, target(B, 0), target(B, 1, trusted=False, events={"gaps": 2}), state="draining"),
-        worker("http://c:1", target("http://c:1"), exact=False, engine="sglang", role="prefill"),
-        worker("http://d:1", target("http://d:1", events={"connected": False}), state="down"),
+        worker("http://c:1", target("http://c:1", events=None), exact=False, role="prefill"),
+        worker(
+            "http://d:1",
+            target("http://d:1", events={"connected": False}),
+            state="down",
+            error="connection refused",
+        ),
+        worker(
+            "http://e:1",
+            target("http://e:1", how={"full": "events", "windows": "believed"}),
+            exact=False,
+        ),
+        worker("http://f:1", target("http://f:1", events=None)),
     ]
     page = open_page()
-    expect(page.get_by_role("status").first).to_have_text("2 of 4 workers ready")
+    expect(page.get_by_role("status").first).to_have_text("4 of 6 workers ready")
     table = page.get_by_role("table", name="Workers")
     first = table.get_by_role("row").filter(has_text="10.0.0.1:8000")
     for text in ("ready", "1,234,567", "75.0 %", "38,112", "exact", "vllm 0.32.0", "3 decoding"):
@@ -178,7 +189,11 @@ def test_workers_with_all_that_is_known_of_them(open_page, server):
     expect(second.get_by_role("row").nth(2)).to_contain_text("events were lost, 2 gaps")
     expect(table.locator("tbody").nth(2)).to_contain_text("approximate")
     expect(table.locator("tbody").nth(2)).to_contain_text("prefill")
+    expect(table.locator("tbody").nth(2)).to_contain_text("from answers, not events")
     expect(table.locator("tbody").nth(3)).to_contain_text("events cut off")
+    expect(table.locator("tbody").nth(3)).to_contain_text("connection refused")
+    expect(table.locator("tbody").nth(4)).to_contain_text("windows are not told, last event")
+    expect(table.locator("tbody").nth(5)).to_contain_text("no events")
     expect(page).to_have_title("(1 down) mimo router")
 
 
@@ -340,6 +355,10 @@ REASONS = [
     (
         decision("", TO_B, reason="owner", retries=1),
         f"keeps its images and videos — {MOST[11:]} (after 1 retry)",
+    ),
+    (
+        decision("", TO_B, target=None, reason=None, hit_tokens=0, status=503),
+        "no worker could take it",
     ),
     # One that a later router may have.
     (decision("", TO_B, reason="constructor"), f"constructor — {MOST[11:]}"),
@@ -740,7 +759,10 @@ def test_what_a_screen_reader_finds(open_page, server):
     ]
     assert headings[0] == 1
     assert headings.count(1) == 1
-    # Cards keep the roles that their looks take from them.
+    # Cards keep the roles that, in some browsers, their looks take from them.
+    parts = "table, thead, tbody, tr, th, td"
+    everywhere = "(all) => all.length && all.every((one) => one.hasAttribute('role'))"
+    assert page.locator(parts).evaluate_all(everywhere)
     page.set_viewport_size({"width": 390, "height": 844})
     tree = page.context.new_cdp_session(page).send("Accessibility.getFullAXTree")
     nodes = {node["nodeId"]: node for node in tree["nodes"]}
