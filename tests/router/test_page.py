@@ -3,17 +3,16 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
+from functools import partial
 
 import pytest
-from playwright.sync_api import expect, sync_playwright
+from playwright.sync_api import expect
 
 from mimo_plugin.core.targets import Decision
 from mimo_plugin.router.page import CONTENT_SECURITY_POLICY, HEADERS, page_files
 from tests.router.page_server import PageServer, candidate, decision, example, target, worker
-from tools.browser import BrowserError, ensure
 
 A, B = "http://10.0.0.1:8000", "http://10.0.0.2:8000"
 NEXT_MS = 8000
@@ -55,20 +54,6 @@ PALE = """() => {
 }"""
 
 
-@pytest.fixture(scope="module")
-def chromium():
-    try:
-        path = ensure()
-    except BrowserError as error:
-        if os.environ.get("CI") and os.geteuid() == 0:
-            pytest.fail(str(error))
-        pytest.skip(str(error))
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path)
-        yield browser
-        browser.close()
-
-
 @pytest.fixture
 def server():
     found = PageServer()
@@ -80,30 +65,9 @@ def server():
 
 
 @pytest.fixture
-def open_page(chromium, server):
+def open_page(browse, server):
     """Opens the page; at the end nothing may have gone wrong in it, but what a test expects."""
-    contexts, problems = [], []
-
-    def opened(width=1280, height=900, expected="never", real_time=False, **options):
-        context = chromium.new_context(viewport={"width": width, "height": height}, **options)
-        contexts.append(context)
-        page = context.new_page()
-        if not real_time:
-            page.clock.install()
-
-        def note(text):
-            if not re.search(expected, text):
-                problems.append(text)
-
-        page.on("console", lambda said: said.type in ("error", "warning") and note(said.text))
-        page.on("pageerror", lambda error: note(str(error)))
-        page.goto(server.url)
-        return page
-
-    yield opened
-    for context in contexts:
-        context.close()
-    assert problems == []
+    return partial(browse, server.url)
 
 
 def later(page):
