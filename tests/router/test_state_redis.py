@@ -33,7 +33,8 @@ from mimo_plugin.router.state import (
     WorkerChanged,
     open_state,
 )
-from mimo_plugin.router.state_redis import RedisState, StateLimits
+from mimo_plugin.router.state_limits import StateLimits
+from mimo_plugin.router.state_redis import RedisState
 from mimo_plugin.router.state_url import StateUnavailable, StateUrl
 from tests.router.redis_server import RedisServer, free_port
 
@@ -155,7 +156,7 @@ def play(made, rnd, steps, number):
             if act == "first":
                 node.first_token(asked, rnd.choice([None, "a"]))
             elif act == "retry" and len(set(node.router._where[asked.id])) < 4:
-                node.send(asked, exclude=node.router._where[asked.id])
+                node.send(replace(asked, session=None), exclude=node.router._where[asked.id])
             elif act == "done":
                 node.done(asked, rnd.random() < 0.2)
     return number
