@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 
@@ -57,17 +58,24 @@ class ServerClock:
     def __init__(self, local: Callable[[], float]) -> None:
         self.local = local
         self._offset_us = 0.0
+        self._worst_s = inf  # longest journey of an answer that is believed
 
-    async def measure(self, client: Any) -> None:
-        """Ask the server.
+    async def measure(self, client: Any, *, anew: bool = False) -> None:
+        """Ask the server, which may be another one now (``anew``).
 
         Raises:
             RedisError, OSError, TimeoutError: it fails.
         """
+        if anew:
+            self._worst_s = inf
         before_s = self.local()
         seconds, micros = await client.time()
-        middle_us = (before_s + self.local()) * 0.5e6
-        self._offset_us = seconds * 1_000_000 + micros - middle_us
+        after_s = self.local()
+        if after_s - before_s > self._worst_s:  # an answer that was on its way for long tells less
+            self._worst_s *= 1.5
+            return
+        self._worst_s = 2 * (after_s - before_s)
+        self._offset_us = seconds * 1_000_000 + micros - (before_s + after_s) * 0.5e6
 
     def us(self, local_s: float) -> int:
         """The server's time."""

@@ -21,7 +21,7 @@ import asyncio
 import logging
 import secrets
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from random import Random
 from typing import Any
 
@@ -161,8 +161,7 @@ class RedisState:
     async def close(self) -> None:
         """See :class:`~mimo_plugin.router.state.SharedState`."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await _end([self._task])
             self._task = None
             if self._connected:
                 try:
@@ -247,13 +246,11 @@ class RedisState:
         try:
             await asyncio.gather(*tasks)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await _end(tasks)
 
     async def _join(self) -> None:
         """Learn what is there, and write what is here."""
-        await self._clock.measure(self._client)
+        await self._clock.measure(self._client, anew=True)
         last = await self._client.xrevrange(self._key("stream"), count=1)
         self._cursor = last[0][0] if last else b"0-0"
         await self._meet_workers()
@@ -436,3 +433,15 @@ class RedisState:
                 self._sessions.unheard_since(now_s - limits.lease_s)
             await self._meet_workers()
             await self._meet(await self._alive())
+
+
+async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Cancel tasks until they have ended: ``asyncio.wait_for`` of Python 3.11 may lose a cancel."""
+    alive = set(tasks)
+    while alive:
+        for task in alive:
+            task.cancel()
+        _, alive = await asyncio.wait(alive, timeout=0.05)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # was told by who waited for it
