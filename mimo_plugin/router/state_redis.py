@@ -209,7 +209,8 @@ class RedisState:
             try:
                 if not first:
                     await self._join()
-                    self._sessions.unheard_since(self._lost_s - self._limits.lease_s)
+                    quiet_s = self._limits.lease_s + self._limits.timeout_s
+                    self._sessions.unheard_since(self._lost_s - quiet_s)
                     log.info("shared state: %s is back", self.where.shown)
                     self._counts["reconnects"] += 1
                 first, wait_s = False, 0.05
