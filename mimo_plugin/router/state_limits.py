@@ -18,6 +18,7 @@ class StateLimits:
         heartbeat_s: between signs of life.
         lease_s: silence after which a process counts as dead, and its requests no more.
         flush_s: least time between two batches.
+        patience_s: how long news wait for more, but for requests that were sent.
         retry_s: longest time between attempts to connect.
         queue_changes: waiting for the server; beyond it others learn from what is in flight.
         queue_bytes: the same in bytes.
@@ -35,6 +36,7 @@ class StateLimits:
     heartbeat_s: float = 1.0
     lease_s: float = 5.0
     flush_s: float = 0.004
+    patience_s: float = 0.02
     retry_s: float = 2.0
     queue_changes: int = 20_000
     queue_bytes: int = 64 << 20

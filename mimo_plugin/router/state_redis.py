@@ -28,6 +28,7 @@ from typing import Any
 import msgspec
 
 from mimo_plugin.router.state import Change, Done, Listener, Sent, WorkerChanged
+from mimo_plugin.router.state_batch import BatchWriter
 from mimo_plugin.router.state_limits import ServerClock, StateLimits
 from mimo_plugin.router.state_peers import SEQ, WHOLE, OpenRequests, Peers, encode, field_of
 from mimo_plugin.router.state_sessions import SharedSessions
@@ -80,6 +81,7 @@ class RedisState:
         self._queue_bytes = 0
         self._whole_at_seq: int | None = None  # what was written in full; None: nothing
         self._wake = asyncio.Event()
+        self._later: asyncio.TimerHandle | None = None  # wakes the writer
         self._task: asyncio.Task[None] | None = None
         self._connected = False
         self._lost_s = clock()
@@ -91,6 +93,7 @@ class RedisState:
         self._peers: Peers
         self._workers: SharedWorkers
         self._loading = asyncio.Lock()
+        self._batches = BatchWriter(self._client, self._prefix, self.process, limits.stream_batches)
         self._sessions = SharedSessions(self._client, self._prefix, self._clock, limits)
         self._snapshots = Snapshots(self._client, self._prefix, self.process, limits)
 
@@ -195,11 +198,19 @@ class RedisState:
             self._sessions.unheard_since(self._queue[0][1])
             self._empty()
             self._whole_at_seq = None
-        self._wake.set()
+            self._wake.set()
+        if isinstance(change, Sent | WorkerChanged):
+            self._wake.set()
+        elif self._later is None:
+            loop = asyncio.get_running_loop()
+            self._later = loop.call_later(limits.patience_s, self._wake.set)
 
     def _empty(self) -> None:
         self._queue.clear()
         self._queue_bytes = 0
+        if self._later is not None:
+            self._later.cancel()
+            self._later = None
 
     # The connection's life
 
@@ -287,25 +298,8 @@ class RedisState:
             if isinstance(change, Sent) and change.session is not None
         }
         workers = {c.url: encode(c) for _, c in stamped if isinstance(c, WorkerChanged)}
-        own = self._key("open:" + self.process)
-        async with self._client.pipeline(transaction=True) as batch:
-            self._add(batch, changes[0][0], stamped)
-            batch.hset(own, mapping={SEQ: seq, **alive})
-            if over:
-                batch.hdel(own, *over)
-            if sessions:
-                self._sessions.add(batch, sessions)
-            if workers:
-                batch.hset(self._key("workers"), mapping=workers)
-            await batch.execute()
-
-    def _add(self, batch: Any, first_seq: int, stamped: list[tuple[int, Change]]) -> None:
-        batch.xadd(
-            self._key("stream"),
-            {"by": self.process, "is": encode((first_seq, stamped))},
-            maxlen=self._limits.stream_batches,
-            approximate=True,
-        )
+        alive[SEQ] = str(seq).encode()
+        await self._batches.write(encode((changes[0][0], stamped)), alive, over, sessions, workers)
 
     async def _write_whole(self) -> None:
         """All that is in flight here, and a batch of nothing that tells the others to read it."""
@@ -324,7 +318,7 @@ class RedisState:
             batch.hset(own, mapping={SEQ: seq, WHOLE: 1})
             batch.pexpire(own, self._lease_ms(4))
             batch.zadd(self._key("processes"), {self.process: self._clock.now_us()})
-            self._add(batch, seq + 1, [])
+            batch.xadd(self._key("stream"), {"by": self.process, "is": encode((seq + 1, []))})
             await batch.execute()
 
     # Reading
