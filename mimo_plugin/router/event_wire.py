@@ -32,7 +32,7 @@ class _Wire(msgspec.Struct, gc=False):
     block_size: int = 0
     medium: str | None = None
     lora_name: str | None = None
-    extra_keys: list[list[str | bytes | tuple[str, int]] | None] | None = None
+    extra_keys: list[list[Any] | None] | None = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
@@ -69,6 +69,8 @@ def decode(payload: bytes) -> tuple[list[EngineEvent], int]:
         if wire.type == "BlockStored":
             if wire.token_ids and not 0 <= min(wire.token_ids) <= max(wire.token_ids) < 1 << 32:
                 raise PayloadError("token ids are not numbers of 32 bits")
+            if not all(_is_key(key) for keys in wire.extra_keys or () for key in keys or ()):
+                raise PayloadError("extra keys of another form than adapter, media, salt, embeds")
             events.append(_stored(wire))
         elif wire.type == "BlockRemoved":
             events.append(BlockRemoved(wire.block_hashes, wire.group_idx, wire.medium))
@@ -77,6 +79,12 @@ def decode(payload: bytes) -> tuple[list[EngineEvent], int]:
         else:
             unknown += 1
     return events, unknown
+
+
+def _is_key(key: object) -> bool:
+    if isinstance(key, list):
+        return len(key) == 2 and isinstance(key[0], str) and isinstance(key[1], int)
+    return isinstance(key, str | bytes)
 
 
 def _stored(wire: _Wire) -> EngineStored:
