@@ -25,7 +25,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from mimo_plugin.core.event_names import EngineEvent
+from mimo_plugin.core.engine_events import EngineEvent
 from mimo_plugin.core.kv_events import AllBlocksCleared, Step
 from mimo_plugin.core.named_index import NamedIndex
 from mimo_plugin.router.event_wire import END_SEQ, PayloadError, decode, parse
@@ -43,7 +43,7 @@ QUIET_S = (0.5, 60.0)
 """After this time without a batch it is asked whether one was lost; longer each time it was not.
 The first time is soon: a subscription may begin a moment after the replay's end."""
 MAX_QUEUED_MESSAGES = 10_000
-"""Messages held in a socket, and while a replay is awaited; what comes beyond is asked for again."""
+"""Held in a socket, and while a replay is awaited; what comes beyond is asked for again."""
 MAX_MESSAGE_BYTES = 256 << 20
 _TURN_S = 0.005  # of work at a time, before other tasks get theirs
 
@@ -344,7 +344,9 @@ class EventReader:
             self._counts["failed_replays"] += 1
         return answer
 
-    async def _replayed(self, socket: Any, first: int) -> AsyncGenerator[tuple[int, bytes] | None, None]:
+    async def _replayed(
+        self, socket: Any, first: int
+    ) -> AsyncGenerator[tuple[int, bytes] | None, None]:
         """Batches of a replay, and None at its end; stops early when it is silent for too long."""
         if self.replay is None:
             return
