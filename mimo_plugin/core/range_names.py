@@ -64,7 +64,7 @@ class RangeNames:
         counts: to count what stays without a name.
     """
 
-    __slots__ = ("_chains", "before", "counts", "engines", "fresh", "groups", "names")
+    __slots__ = ("_chains", "before", "counts", "engines", "fresh", "groups", "names", "salted")
 
     def __init__(
         self,
@@ -82,6 +82,8 @@ class RangeNames:
         #: of a full-attention block with several hashes: that of the block before, and all but its
         #: last
         self.before: dict[int, tuple[int, ...]] = {}
+        #: whether there was a prompt with a salt
+        self.salted = False
         self._chains: list[_Chain] = []
 
     def name_of(self, block: Hash | None) -> int | None:
@@ -209,6 +211,7 @@ class RangeNames:
                     block, offset = divmod(key[1], unit)
                     found.setdefault(base + block, []).append(("mm", key[0], offset))
             if salt is not None:
+                self.salted = True
                 found.setdefault(base, []).append(salt)
         return {block: tuple(keys) for block, keys in found.items()}
 
@@ -224,16 +227,29 @@ class RangeNames:
             hashes = _hashes(event.token_ids, unit, keys, start)
             return hashes, len(hashes)
         part = self._from_full(event, start, {name for name in names if name is not None})
+        found: list[int] | None = None
         if part is not None:
             tail = event.token_ids[len(part) * unit :]
-            return part + _hashes(tail, unit, {}, part[-1]), len(part)
-        if start is not None and not _has_keys(event):
-            hashes = _hashes(event.token_ids, unit, {}, start)
-            where = {name: at for at, name in enumerate(hashes)}
-            known = [where.get(name, -1) for name in names if name is not None]
-            if -1 not in known:
-                return hashes, max(known, default=-1) + 1
+            found = part + _hashes(tail, unit, {}, part[-1])
+            start = part[0]
+        elif start is not None and not _has_keys(event):
+            found = _hashes(event.token_ids, unit, self._keys(event, ()), start)
+        if found is not None and all(name is None or name in found for name in names):
+            return found, max(len(part or ()), self._confirmed(found, start, names))
         return self._from_anchor(event, names)
+
+    def _confirmed(
+        self, hashes: Sequence[int], start: int | None, names: Sequence[int | None]
+    ) -> int:
+        """How many of a range's hashes are certain although extra keys of blocks may be untold.
+
+        Those up to one that the event lists. And up to one that the worker knows otherwise: but not
+        from the start on where other prompts have the same tokens and a salt.
+        """
+        known: Sequence[int | None] | Set[int] = names
+        if start != ROOT or not self.salted:
+            known = self.engines.keys() | self.fresh.values()
+        return max((at + 1 for at, name in enumerate(hashes) if name in known), default=0)
 
     def _from_full(
         self, event: EngineStored, start: int | None, names: Set[int]
