@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mimo_plugin.core.engine_events import Groups
-from mimo_plugin.core.event_names import Naming
+from mimo_plugin.core.event_names import Naming, SavedBlocks
 from mimo_plugin.core.kv_events import Hash, Step
 from mimo_plugin.core.range_names import NameCounts
 from mimo_plugin.core.residency import ResidencyIndex, Snapshot
@@ -24,7 +24,7 @@ class NamedSnapshot:
     """
 
     blocks: Snapshot
-    names: Mapping[Hash, tuple[int | None, int, tuple[int, ...]]]
+    names: Mapping[Hash, tuple[int | None, int]]
 
 
 class NamedIndex(ResidencyIndex):
@@ -86,10 +86,12 @@ class NamedIndex(ResidencyIndex):
     def restore_named(self, worker: str, snapshot: NamedSnapshot) -> None:
         """The worker has what the snapshot says; batches go on from its ``next_seq``."""
         self.restore(worker, snapshot.blocks)
-        for group, (geometry, _) in snapshot.blocks.groups.items():
+        groups: dict[int, SavedBlocks] = {}
+        for group, (geometry, blocks) in snapshot.blocks.groups.items():
             if self.groups.get(group) == geometry:
                 self._engine_groups.add(group, geometry)
-        self._naming(self._state(worker)).restore(snapshot.names)
+                groups[group] = blocks
+        self._naming(self._state(worker)).restore(snapshot.names, groups)
 
     def _naming(self, state: Any) -> Naming:
         naming = self._namings.get(state.slot)
