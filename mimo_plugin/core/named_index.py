@@ -48,6 +48,7 @@ class NamedIndex(ResidencyIndex):
         self._engine_groups = Groups(hash_block_tokens, dict(lookahead_blocks or {}))
         self._namings: dict[int, Naming] = {}
         self._suspended: set[int] = set()
+        self._applying = False
 
     def name_counts(self, worker: str) -> NameCounts:
         """What was left out of the worker's events, and why."""
@@ -102,8 +103,13 @@ class NamedIndex(ResidencyIndex):
     def _take(self, state: Any, batches: Iterable[Sequence[Any]]) -> None:
         naming = self._naming(state)
         for batch in batches:
-            overflows = self.overflows
-            super()._take(state, (naming.translate(batch),))
+            overflows, told = self.overflows, naming.translate(batch)
+            # What the batch says of all blocks is done with the names already.
+            self._applying = True
+            try:
+                super()._take(state, (told,))
+            finally:
+                self._applying = False
             if self.overflows == overflows and len(naming) > self._max_blocks:
                 self.overflows += 1
             if self.overflows != overflows:
@@ -116,5 +122,5 @@ class NamedIndex(ResidencyIndex):
     def _clear(self, state: Any) -> None:
         super()._clear(state)
         naming = self._namings.get(state.slot)
-        if naming is not None:
+        if naming is not None and not self._applying:
             naming.clear()
