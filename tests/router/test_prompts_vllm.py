@@ -232,7 +232,9 @@ CHATS = fields(
         "documents": mostly(st.just([{"title": "t", "text": "x"}])),
         "chat_template_kwargs": mostly(KWARGS),
         "chat_template": mostly(st.none(), st.just("{{ messages }}")),
-        "truncate_prompt_tokens": mostly(st.sampled_from([None, 1000, 5]), st.sampled_from([1, -1, 0])),
+        "truncate_prompt_tokens": mostly(
+            st.sampled_from([None, 1000, 5]), st.sampled_from([1, -1, 0])
+        ),
         "truncation_side": mostly(st.none(), st.sampled_from(["left", "right"])),
         "echo": mostly(st.just(False), st.just(True)),
         "kv_transfer_params": mostly(
