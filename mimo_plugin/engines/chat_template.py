@@ -57,6 +57,62 @@ def _starts_of_chat(tokenizer: Any, roles: tuple[str, ...]) -> tuple[int, ...]:
     return tuple(sorted(starts))
 
 
+def answer_opening_from(tokenizer: Any, logger: logging.Logger = _LOGGER) -> tuple[int, ...]:
+    """Tokens that open the model's answer, in a chat's history as where it is asked to speak.
+
+    The shortest run that opens no other message; it starts with a special token. () where the
+    template has none.
+    """
+    for roles in (("system", "user", "assistant", "user"), ("user", "assistant", "user")):
+        try:
+            return _opening_of_chat(tokenizer, roles)
+        except Exception as error:  # templates raise whatever they like, e.g. for a system message
+            logger.debug("mimo: chat template refuses roles %s: %s", roles, error)
+    return ()
+
+
+def _opening_of_chat(tokenizer: Any, roles: tuple[str, ...]) -> tuple[int, ...]:
+    starts = _starts_of_chat(tokenizer, roles)
+    messages = [{"role": role, "content": _PROBE_TEXT} for role in roles]
+    asked = roles.index("user")
+
+    def render(count: int, ask: bool) -> list[int]:
+        chat = messages[:count]
+        return list(
+            tokenizer.apply_chat_template(
+                chat, tokenize=True, return_dict=False, add_generation_prompt=ask
+            )
+        )
+
+    text = list(tokenizer.encode(_PROBE_TEXT, add_special_tokens=False))[1:]
+    whole, asking = render(len(roles), False), render(asked + 1, True)
+    found = _occurrences(whole, text)
+    ends = [0, *(at + len(text) for at in found)]
+    # before the text of message i stand the end of the one before it, and its own opening
+    headers = [_from_first(whole[end:at], starts) for end, at in zip(ends[:-1], found, strict=True)]
+    open_end = _from_first(asking[_occurrences(asking, text)[-1] + len(text) :], starts)
+    opening = _common(headers[asked + 1], open_end)
+    others = [header for i, header in enumerate(headers) if roles[i] != "assistant"]
+    for width in range(1, len(opening) + 1):
+        if all(header[:width] != opening[:width] for header in others):
+            return tuple(opening[:width])
+    return ()
+
+
+def _from_first(ids: list[int], wanted: tuple[int, ...]) -> list[int]:
+    """``ids`` from the first one that is ``wanted``; nothing where there is none."""
+    at = next((i for i, token in enumerate(ids) if token in wanted), len(ids))
+    return ids[at:]
+
+
+def _common(one: list[int], other: list[int]) -> list[int]:
+    """What both begin with."""
+    same = 0
+    while same < min(len(one), len(other)) and one[same] == other[same]:
+        same += 1
+    return one[:same]
+
+
 def _occurrences(ids: list[int], part: list[int]) -> list[int]:
     """Where ``part`` stands in ``ids``, without overlaps."""
     found: list[int] = []
