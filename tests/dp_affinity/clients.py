@@ -81,7 +81,8 @@ def system(tokens: int) -> list[int]:
 
 def question(chat: int, turn: int, tokens: int = 40) -> list[int]:
     """A question of a chat, and the mark behind which the model is to speak."""
-    return [1, 3, *(200 + (chat * 7919 + turn * 104_729 + i * i) % 5003 for i in range(tokens)), 1, 2]
+    start = chat * 7919 + turn * 104_729
+    return [1, 3, *(200 + (start + i * i) % 5003 for i in range(tokens)), 1, 2]
 
 
 def answer(chat: int, turn: int, tokens: int = 30) -> list[int]:
