@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-
 pytestmark = pytest.mark.vllm
 
 RANKS = ("--data-parallel-size=2", "--api-server-count=2")

@@ -9,8 +9,8 @@ the order that does. All of it follows from the key and from counts that every p
   anything else they would not agree on. Chats then spread over ranks as chance has it: with ``n`` a
   rank, give or take ``1 / sqrt(n)`` of that; what is active at a time is levelled by load.
 * A process that is alone knows all chats. A new one's home is the first rank of the order that ties
-  and has not yet ``spread`` times its share of the chats; and the home follows a chat that had to go
-  elsewhere, for then the new rank has the longest prefix.
+  and has not yet ``spread`` times its share of the chats; and the home follows a chat that had to
+  go elsewhere, for then the new rank has the longest prefix.
 """
 
 from __future__ import annotations

@@ -94,7 +94,16 @@ def test_streamed_input_stays_with_its_request():
     made = client(4)
     rank = send(made, request("s", [*system(10), *question(1, 0)]))
     made.lb_engines = [[0, 50 if r == rank else 0, 0.0] for r in range(4)]
+    report.REPORT.drain()
     assert send(made, request("s", [*system(10), *question(2, 0)])) == rank
+    assert report.REPORT.drain()["inc"] == [["dp_affinity_requests", ["other", str(rank)], 1]]
+
+
+def test_what_this_process_sent_counts_before_the_coordinator_tells():
+    """A burst on one session: the other ranks take over what is beyond the slack."""
+    made = client(2, slack_requests=4)
+    ranks = [send(made, request(f"{i}", question(i, i), session_id="agent")) for i in range(40)]
+    assert ranks[:5] == [ranks[0]] * 5 and 15 <= sum(ranks) <= 25
 
 
 def test_pooling_and_embeddings_are_left_to_vllm():
