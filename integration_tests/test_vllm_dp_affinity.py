@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from integration_tests.refusal import Refusal, serve_until_end
+
 pytestmark = pytest.mark.vllm
 
 RANKS = ("--data-parallel-size=2", "--api-server-count=2")
