@@ -12,7 +12,7 @@ from typing import Any
 from mimo_plugin import __version__
 from mimo_plugin.errors import MimoError
 
-COMMANDS = ("doctor", "flags", "plan", "patches")
+COMMANDS = ("doctor", "flags", "plan", "patches", "router")
 """Modules of this package with ``add_parser(subparsers)``, which sets ``run(args) -> int``."""
 
 

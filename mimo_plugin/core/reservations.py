@@ -43,6 +43,12 @@ class Reservations:
     def __len__(self) -> int:
         return len(self._all)
 
+    def align(self, alignment_tokens: int, hash_block_tokens: int) -> None:
+        """Hits are multiples of something else from now on; what was on its way is forgotten."""
+        self._hash_tokens, self._aligned = hash_block_tokens, alignment_tokens
+        self._all.clear()
+        self._by_start.clear()
+
     def add(
         self,
         request: str,

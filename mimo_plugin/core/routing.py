@@ -117,6 +117,10 @@ class Router:
         for session in [s for s, (home, _) in self._sessions.items() if home == name]:
             self._forget_session(session)
 
+    def sessions_of(self, name: str) -> int:
+        """Sessions that were last sent to the target."""
+        return self._homes[name]
+
     # Requests
 
     def choose(
