@@ -232,7 +232,7 @@ class Replay:
                 int(usage.get("prompt_tokens") or 0),
                 int(details.get("cached_tokens") or 0),
                 error,
-                headers.get("X-Mimo-Target"),
+                headers.get("X-Mimo-Worker"),
                 headers.get("X-Mimo-Reason"),
                 None if predicted is None else int(predicted),
             )

@@ -77,7 +77,7 @@ class TinyWorker(VllmServer):
         arguments = [
             "--enforce-eager",
             "--dtype=float32",
-            "--max-model-len=8192",
+            "--max-model-len=4096",
             f"--block-size={BLOCK_TOKENS}",
             "--max-num-batched-tokens=1024",
             "--max-num-seqs=16",
