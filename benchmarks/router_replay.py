@@ -61,13 +61,13 @@ class Session:
 class Sizes:
     """How much is asked. Words of the plan are about two tokens of the tiny model each."""
 
-    sessions: int = 30
-    kinds: int = 5
-    gap_s: float = 1.2
-    think_s: float = 2.0
+    sessions: int = 44
+    kinds: int = 4
+    gap_s: float = 0.9
+    think_s: float = 1.5
     system_words: tuple[int, int] = (200, 450)
     user_words: tuple[int, int] = (15, 120)
-    output_tokens: tuple[int, int] = (12, 40)
+    output_tokens: tuple[int, int] = (8, 24)
     turns: tuple[int, int] = (2, 6)
     fork_share: float = 0.4
 
