@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mimo_plugin.engines.chat_template import message_starts_from
+from mimo_plugin.chat_template import message_starts_from
 
 Messages = list[dict[str, str]]
 

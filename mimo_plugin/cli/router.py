@@ -45,6 +45,8 @@ def add_parser(subparsers: Any) -> None:
     add("--port", type=int, default=8080, help="default: %(default)s")
     add("--state", default="memory", help="memory, or redis://HOST:PORT (default: %(default)s)")
     add("--tokenizer", default="local", help="local, render or none (default: %(default)s)")
+    add("--chat-template", metavar="FILE", help="the workers' own (default: the model's)")
+    add("--trust-remote-code", action="store_true", help="of the tokenizer, as with the engine")
     add("--admin-key", metavar="KEY", help="for /workers and the like (default: this machine)")
     add("--worker-key", metavar="KEY", help="the workers' --api-key, for the router's questions")
     add("--max-body-mib", type=float, default=32, metavar="N", help="default: %(default)s")
@@ -116,6 +118,8 @@ def settings_of(args: argparse.Namespace) -> Any:
         port=args.port,
         state=args.state,
         tokenizer=args.tokenizer,
+        chat_template=args.chat_template,
+        trust_remote_code=args.trust_remote_code,
         admin_key=read_key("--admin-key", args.admin_key),
         worker_key=read_key("--worker-key", args.worker_key),
         max_body_bytes=int(args.max_body_mib * 2**20),

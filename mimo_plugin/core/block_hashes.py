@@ -77,7 +77,9 @@ def block_hashes(
     return numbers.tolist()
 
 
-def _plain(data: bytes, start: int, stop: int, size: int, last: bytes, digests: list[bytes]) -> bytes:
+def _plain(
+    data: bytes, start: int, stop: int, size: int, last: bytes, digests: list[bytes]
+) -> bytes:
     """Go on through blocks without extra keys."""
     add, make = digests.append, blake2b
     for at in range(start, stop, size):

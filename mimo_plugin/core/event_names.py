@@ -446,7 +446,9 @@ class Naming:
     ) -> list[int | None] | None:
         where = {name: place for place, name in enumerate(ends)}
         known = [where.get(name) if name is not None else None for name in names]
-        if any(place is None and name is not None for place, name in zip(known, names, strict=True)):
+        if any(
+            place is None and name is not None for place, name in zip(known, names, strict=True)
+        ):
             self.counts.contradictions += 1
             return None
         told = set(self._fresh.values())
@@ -472,7 +474,9 @@ class Naming:
             tail = event.token_ids[sure * unit :]
             return found + (_hashes(tail, unit, {}, found[-1]) if len(tail) >= unit else []), sure
         if start is not None and not (start == _ROOT and not event.is_whole):
-            if any(keys and (len(keys) > 1 or not event.lora_name) for keys in event.extra_keys or ()):
+            if any(
+                keys and (len(keys) > 1 or not event.lora_name) for keys in event.extra_keys or ()
+            ):
                 return None
             hashes = _hashes(event.token_ids, unit, {}, start)
             last = max((hashes.index(n) for n in names if n in hashes), default=-1)

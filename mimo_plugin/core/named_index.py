@@ -79,9 +79,7 @@ class NamedIndex(ResidencyIndex):
 
     def named_snapshot(self, worker: str) -> NamedSnapshot:
         """All that was applied of the worker, with its names."""
-        return NamedSnapshot(
-            self.snapshot(worker), self._naming(self._state(worker)).snapshot()
-        )
+        return NamedSnapshot(self.snapshot(worker), self._naming(self._state(worker)).snapshot())
 
     def restore_named(self, worker: str, snapshot: NamedSnapshot) -> None:
         """The worker has what the snapshot says; batches go on from its ``next_seq``."""

@@ -19,8 +19,8 @@ from mimo_plugin.router import admin, incoming
 from mimo_plugin.router.metrics import CONTENT_TYPE, Gauge, Metrics
 from mimo_plugin.router.model import ModelFacts
 from mimo_plugin.router.page import HEADERS, page_files
-from mimo_plugin.router.parts import PromptError, PromptReader
 from mimo_plugin.router.problems import Problem
+from mimo_plugin.router.prompts import PromptError
 from mimo_plugin.router.proxy import Proxy
 from mimo_plugin.router.server import Server
 from mimo_plugin.router.service import Service
@@ -80,8 +80,7 @@ class App:
         )
         self.service = Service(settings, self.model, self.session, self.metrics)
         self.metrics.expose(self._gauges)
-        self.reader = PromptReader()
-        self.proxy = Proxy(self.service, self.session, self.reader)
+        self.proxy = Proxy(self.service, self.session)
         self.server = Server(
             self.handle,
             max_connections=settings.max_connections,
@@ -224,7 +223,7 @@ class App:
             raise Problem(400, "the body has neither messages nor prompt")
         path = "/v1/chat/completions" if "messages" in parsed else "/v1/completions"
         try:
-            prompt = await self.reader.read(path, parsed, request.headers)
+            prompt = await self.service.tokens.reader.read(path, parsed, request.headers)
         except PromptError as error:
             raise Problem(error.status, error.message) from None
         hashes = self.service.knowledge.hashes(prompt)
@@ -269,8 +268,8 @@ class App:
             "wait_s": load.wait_s(now_s),
             "recent_work_s": load.recent_work_s(now_s),
             "sessions": service.router.sessions_of(name),
-            "blocks": service.knowledge.index.blocks_of(name),
-            "trusted": service.knowledge.index.is_trusted(name),
+            "blocks": service.knowledge.blocks_of(name),
+            "trusted": service.knowledge.is_trusted(name),
             "hit_tokens": count.hit_tokens,
             "prompt_tokens": count.prompt_tokens,
             "requests": count.requests,
@@ -317,12 +316,11 @@ class App:
             ("worker", "state"),
             [((w.url, w.state), w.up) for w in service.workers.by_url.values()],
         )
-        index = service.knowledge.index
         yield (
             "index_blocks",
             "Blocks that a target is known to have, over all groups.",
             ("target",),
-            [((name,), index.blocks_of(name)) for name in loads],
+            [((name,), service.knowledge.blocks_of(name)) for name in loads],
         )
         yield (
             "events_exact",

@@ -1,26 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is known of the workers' caches, for prompts cut into blocks of one size.
 
-Targets whose events are read are exact. Of the others it is only remembered what they were sent.
-The block size is the greatest that all exact workers' blocks are multiples of; it is not known
-before the first worker is.
+vLLM's targets whose events are read are exact; of the others something or all is believed
+(:mod:`mimo_plugin.core.lookups`). The block size is the greatest that all exact workers' blocks are
+multiples of; it is not known before the first worker is.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import gcd
-from typing import Any
+from math import gcd, lcm
 
+from mimo_plugin.core.beliefs import Cache
 from mimo_plugin.core.block_hashes import PromptHasher
 from mimo_plugin.core.kv_events import Hash
+from mimo_plugin.core.lookups import Lookups
+from mimo_plugin.core.named_index import NamedIndex
 from mimo_plugin.core.reservations import Reservations
 from mimo_plugin.core.residency import ResidencyIndex
-from mimo_plugin.router.parts import ApproximateIndex, EventReader
-from mimo_plugin.router.probe import Source
+from mimo_plugin.router.events import EventReader
+from mimo_plugin.router.probe import Facts, Source
 from mimo_plugin.router.prompt import Prompt
 
 log = logging.getLogger(__name__)
@@ -35,8 +37,14 @@ class Reading:
     """The reader of one target's events."""
 
     source: Source
-    reader: Any
+    reader: EventReader
     task: asyncio.Task[None]
+
+
+@dataclass(slots=True, eq=False)
+class _Known:
+    facts: Facts
+    source: Source | None
 
 
 class Knowledge:
@@ -44,84 +52,125 @@ class Knowledge:
 
     Args:
         hash_tokens: block size; None: what the workers say.
-        hybrid: the model has sliding windows.
+        window_tokens: the model's sliding window; None: it has none.
     """
 
-    def __init__(self, hash_tokens: int | None, *, hybrid: bool) -> None:
-        self._set = hash_tokens
-        self._sources: dict[str, Source] = {}
+    def __init__(self, hash_tokens: int | None, window_tokens: int | None) -> None:
+        self._set, self._window_tokens = hash_tokens, window_tokens
+        self._said = hash_tokens is not None
+        self._targets: dict[str, _Known] = {}
         self.readings: dict[str, Reading] = {}
         size = hash_tokens or USUAL_HASH_TOKENS
-        self.reservations = Reservations(size, size, every_block=not hybrid)
+        self.reservations = Reservations(size, size, every_block=window_tokens is None)
         self._build(size)
-        self.known = hash_tokens is not None
 
     def _build(self, hash_tokens: int) -> None:
-        self.hash_tokens = hash_tokens
+        self.hash_tokens = self._aligned = hash_tokens
         self.hasher = PromptHasher(hash_tokens)
-        self.index = ResidencyIndex(hash_tokens)
-        self.approximate = ApproximateIndex(hash_tokens)
-        self._aligned = hash_tokens
+        self.lookups = Lookups(hash_tokens, make_exact=lambda: NamedIndex(hash_tokens))
+        self._exact: dict[int, ResidencyIndex] = {}
         self.reservations.align(hash_tokens, hash_tokens)
 
     # Targets
 
-    def learn_size(self, said: int | None) -> None:
-        """A worker with events hashes blocks of so many tokens."""
-        if self._set is not None or said is None or (self.known and said % self.hash_tokens == 0):
+    def set_target(self, target: str, facts: Facts, source: Source | None) -> None:
+        """A target is there, or has changed."""
+        known = self._targets.get(target)
+        if known is not None and known.facts == facts and known.source == source:
             return
-        size = gcd(self.hash_tokens, said) if self.known else said
+        if known is not None and known.source != source:
+            self.drop(target)
+        self._targets[target] = _Known(facts, source)
+        if source is not None and facts.engine == "vllm":
+            self._learn_size(facts.hash_tokens)
+        self._join(target)
+
+    def _join(self, target: str) -> None:
+        facts, source = self._targets[target].facts, self._targets[target].source
+        if source is not None and facts.engine == "vllm":
+            index = self.lookups.add_exact(target, facts.layout)
+            self._exact[id(index)] = index
+        else:
+            cache = Cache(
+                source is not None,
+                facts.capacity_tokens,
+                facts.window_capacity_tokens,
+                facts.chunk_tokens,
+            )
+            page = facts.hash_tokens
+            fits = page is not None and page % self.hash_tokens == 0
+            self.lookups.add_approximate(
+                target,
+                cache,
+                block_tokens=page if fits else None,
+                window_tokens=self._window_tokens,
+            )
+        if source is not None and target not in self.readings:
+            reader = EventReader(
+                target,
+                source.events,
+                source.replay,
+                self.lookups.index(target),
+                topic=source.topic,
+            )
+            task = asyncio.create_task(reader.run(), name=f"events {target}")
+            task.add_done_callback(_report)
+            self.readings[target] = Reading(source, reader, task)
+
+    def _learn_size(self, said: int | None) -> None:
+        """A worker with events hashes blocks of so many tokens."""
+        if self._set is not None or said is None or (self._said and not said % self.hash_tokens):
+            return
+        size = gcd(self.hash_tokens, said) if self._said else said
         if size < SMALLEST_HASH_TOKENS:
             log.warning(
-                "a worker's blocks have %d tokens, others' %d: it is not exact here; give all "
-                "workers one block size",
+                "a worker's blocks have %d tokens, others' %d: little of it will be seen as "
+                "resident; give all workers one block size, or --hash-block-tokens",
                 said,
                 self.hash_tokens,
             )
             return
+        self._said = True
         if size == self.hash_tokens:
-            self.known = True
             return
-        sources = dict(self._sources)
-        for target in sources:
+        targets = dict(self._targets)
+        for target in targets:
             self.drop(target)
         self._build(size)
-        self.known = True
-        for target, source in sources.items():
-            self.read(target, source)
-
-    def read(self, target: str, source: Source | None) -> None:
-        """Read a target's events from there, or no more."""
-        if self._sources.get(target) == source:
-            return
-        self.drop(target)
-        if source is None:
-            return
-        self._sources[target] = source
-        reader = EventReader(
-            target, source.events, source.replay, self.index, self.hash_tokens, topic=source.topic
-        )
-        task = asyncio.create_task(reader.run(), name=f"events {target}")
-        task.add_done_callback(_report)
-        self.readings[target] = Reading(source, reader, task)
+        self._targets = targets
+        for target in targets:
+            self._join(target)
 
     def drop(self, target: str) -> None:
         """Nothing is known of the target any more."""
-        self._sources.pop(target, None)
+        self._targets.pop(target, None)
         reading = self.readings.pop(target, None)
         if reading is not None:
             reading.task.cancel()
-        self.index.remove(target)
-        self.approximate.remove(target)
+        self.lookups.remove(target)
 
     def is_exact(self, target: str) -> bool:
-        """Its events are read and none are missing."""
+        """Its events are read, none are missing, and they tell everything."""
         reading = self.readings.get(target)
         return (
             reading is not None
-            and bool(reading.reader.status.get("connected"))
-            and self.index.is_trusted(target)
+            and self.lookups.exactness(target).exact
+            and bool(reading.reader.status["connected"])
+            and self.lookups.index(target).is_trusted(target)
         )
+
+    def how(self, target: str) -> dict[str, str]:
+        """Where answers about a target come from."""
+        found = self.lookups.exactness(target)
+        return {"full": found.full, "windows": found.windows}
+
+    def blocks_of(self, target: str) -> int:
+        """Pairs of block and group that the target has."""
+        return self.lookups.index(target).blocks_of(target)
+
+    def is_trusted(self, target: str) -> bool:
+        """False while events of the target are missing."""
+        return self.lookups.index(target).is_trusted(target)
 
     async def close(self) -> None:
         """Read no more."""
@@ -136,26 +185,12 @@ class Knowledge:
         """Of the prompt's whole blocks; none where its tokens are not known."""
         return self.hasher.hashes(prompt) if prompt.token_ids else ()
 
-    def lookup(self, hashes: Sequence[Hash], max_hit_tokens: int) -> Mapping[str, int]:
-        """Hits by target, as :class:`~mimo_plugin.core.routing.Router` asks for them."""
-        if not hashes:
-            return {}
-        self.align()
-        found = self.index.lookup(hashes, max_hit_tokens)
-        for target, tokens in self.approximate.lookup(hashes, max_hit_tokens).items():
-            if target not in self.readings:
-                found[target] = max(tokens, found.get(target, 0))
-        return found
-
-    def full_prefixes(self, hashes: Sequence[Hash], max_hit_tokens: int) -> Mapping[str, int]:
-        """The same for full attention alone."""
-        return self.index.full_prefixes(hashes, max_hit_tokens) if hashes else {}
-
     def align(self) -> None:
         """Groups were heard of: what is on its way will hit at multiples of their blocks too."""
-        if self.index.alignment_tokens != self._aligned:
-            self._aligned = self.index.alignment_tokens
-            self.reservations.align(self._aligned, self.hash_tokens)
+        aligned = lcm(self.hash_tokens, *(i.alignment_tokens for i in self._exact.values()))
+        if aligned != self._aligned:
+            self._aligned = aligned
+            self.reservations.align(aligned, self.hash_tokens)
 
 
 def _report(task: asyncio.Task[None]) -> None:

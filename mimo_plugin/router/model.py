@@ -20,14 +20,12 @@ class ModelFacts:
         path: its directory.
         parity_tokens: see :func:`mimo_plugin.core.cost.parity_tokens`.
         parity_known: it was derived, and is no guess.
-        hybrid: it has sliding windows, which a hit needs.
-        window_tokens: of the largest one.
+        window_tokens: of its largest sliding window, which a hit needs; None: it has none.
     """
 
     path: str
     parity_tokens: float
     parity_known: bool
-    hybrid: bool
     window_tokens: int | None = None
 
 
@@ -53,9 +51,8 @@ def read_model(path: str) -> ModelFacts:
         raise setting_error("--model", path, "a JSON object in config.json", "repair the file")
     parity, known = parity_tokens_or_default(config)
     try:
-        geometry = read_geometry(config)
-        hybrid, window = geometry.swa_layers > 0, geometry.window_tokens
+        window = read_geometry(config).window_tokens
     except GeometryError:
         # Latent attention and the like: full attention as far as hits are concerned.
-        hybrid, window = False, None
-    return ModelFacts(path, parity, known, hybrid, window)
+        window = None
+    return ModelFacts(path, parity, known, window)

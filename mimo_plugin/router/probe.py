@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import gcd
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,6 +26,7 @@ from mimo_plugin.router.settings import WorkerSpec, rank_address
 _MOST_BYTES = 16 << 20  # of an answer to a question
 _CACHE_INFO = re.compile(r"^vllm:cache_config_info\{(?P<labels>.*)\}", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_BLOCK_LABELS = ("block_size", "effective_attention_block_size")
 _WILDCARDS = ("*", "0.0.0.0", "[::]")
 
 
@@ -61,6 +63,9 @@ class Facts:
         adapters: names of those that are LoRA adapters.
         ranks: data-parallel ranks, in order; ``(None,)`` where there is nothing to choose.
         hash_tokens: tokens of one of the engine's block hashes; None: not said.
+        layout: the same for workers whose KV cache groups are the same.
+        capacity_tokens, window_capacity_tokens: of the KV cache, for full attention and windows.
+        chunk_tokens: of one prefill step, where SGLang keeps a window at its end.
         sources: of events, by rank.
         keeps_windows: it runs the plugin's feature ``kv``, which keeps a window at every message.
     """
@@ -71,6 +76,10 @@ class Facts:
     adapters: frozenset[str]
     ranks: tuple[int | None, ...] = (None,)
     hash_tokens: int | None = None
+    layout: tuple[str, ...] = ()
+    capacity_tokens: int | None = None
+    window_capacity_tokens: int | None = None
+    chunk_tokens: int | None = None
     sources: Mapping[int | None, Source] = field(default_factory=dict)
     keeps_windows: bool = False
     names: frozenset[str] = field(init=False)
@@ -199,8 +208,13 @@ def _vllm_facts(
         numbers = list(range(spec.ranks))
     else:
         numbers = sorted(said) or sorted(int(i["engine"]) for i in infos if _digits(i, "engine"))
-    sizes = [int(i["hash_block_size"]) for i in infos if _digits(i, "hash_block_size")]
-    sizes = sizes or [int(i["block_size"]) for i in infos if _digits(i, "block_size")]
+    # The unit of hashes is told where one was set; else it is the greatest common divisor of the
+    # groups' blocks, of which these two are told.
+    set_sizes = [int(i["prefix_match_unit"]) for i in infos if _digits(i, "prefix_match_unit")]
+    sizes = [int(i[key]) for i in infos for key in _BLOCK_LABELS if _digits(i, key)]
+    capacities = [
+        int(i["kv_cache_size_tokens"]) for i in infos if _digits(i, "kv_cache_size_tokens")
+    ]
     ranks, found = _ranked(spec, numbers, said)
     return Facts(
         "vllm",
@@ -209,7 +223,9 @@ def _vllm_facts(
         adapters,
         ranks=ranks,
         sources=found,
-        hash_tokens=min(sizes, default=None),
+        hash_tokens=min(set_sizes, default=0) or gcd(*sizes) or None,
+        layout=tuple(infos[0].get(key, "") for key in _BLOCK_LABELS) if infos else (),
+        capacity_tokens=min(capacities, default=0) or None,
         keeps_windows="\nmimo:checkpoints_created" in metrics,
     )
 
@@ -238,6 +254,9 @@ def _sglang_facts(
                 str(config.get("topic") or ""),
             )
     page = info.get("page_size")
+    states = info.get("internal_states")
+    state = states[0] if isinstance(states, list) and states else {}
+    state = state if isinstance(state, dict) else {}
     ranks, sources = _ranked(spec, list(range(count)), said)
     return Facts(
         "sglang",
@@ -247,6 +266,10 @@ def _sglang_facts(
         ranks=ranks,
         sources=sources,
         hash_tokens=page if isinstance(page, int) and page > 0 else None,
+        capacity_tokens=_positive(state.get("max_total_num_tokens"))
+        or _positive(info.get("max_total_num_tokens")),
+        window_capacity_tokens=_positive(info.get("swa_max_total_num_tokens")),
+        chunk_tokens=_positive(info.get("chunked_prefill_size")),
     )
 
 
@@ -270,6 +293,10 @@ def _ranked(
             continue
         sources[None if alone else rank] = source
     return ((None,) if alone else tuple(numbers)), sources
+
+
+def _positive(value: Any) -> int | None:
+    return value if isinstance(value, int) and value > 0 else None
 
 
 def _digits(labels: Mapping[str, str], key: str) -> bool:

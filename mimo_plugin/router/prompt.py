@@ -36,7 +36,7 @@ class Prompt:
         salt: ``cache_salt`` of the request, or None.
         session: what names the chat that it is a turn of, or None.
         media_keys: keys of its images and videos for the hash ring.
-        kept_tokens: starts of its chat messages: where workers with the feature ``kv`` keep windows.
+        kept_tokens: starts of its messages: where workers with the feature ``kv`` keep windows.
     """
 
     token_ids: Sequence[int]

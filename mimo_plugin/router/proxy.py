@@ -24,9 +24,9 @@ from yarl import URL
 
 from mimo_plugin.core.targets import Decision, NoTargetError
 from mimo_plugin.router import disaggregated, incoming
-from mimo_plugin.router.parts import PromptError
 from mimo_plugin.router.problems import Problem
 from mimo_plugin.router.prompt import Prompt
+from mimo_plugin.router.prompts import PromptError
 from mimo_plugin.router.relay import ClientGone, Closed, Relayed, WorkerErrors, relay
 from mimo_plugin.router.service import Routing, Service
 from mimo_plugin.router.settings import Settings
@@ -44,11 +44,12 @@ class Unstarted(Exception):
 
     Attributes:
         kind: ``connect``, ``closed``, ``status`` or ``timeout``.
+        refused: nobody listens there. That a connection takes long may be a crowd before it.
     """
 
-    def __init__(self, kind: str, target: str, message: str) -> None:
+    def __init__(self, kind: str, target: str, message: str, *, refused: bool = False) -> None:
         super().__init__(f"{target}: {message}")
-        self.kind, self.target = kind, target
+        self.kind, self.target, self.refused = kind, target, refused
 
 
 @dataclass(slots=True, eq=False)
@@ -80,11 +81,10 @@ class Proxy:
     Args:
         service: decides.
         session: to workers, without limits of its own.
-        reader: gives the prompt of a request.
     """
 
-    def __init__(self, service: Service, session: aiohttp.ClientSession, reader: Any) -> None:
-        self._service, self._session, self._reader = service, session, reader
+    def __init__(self, service: Service, session: aiohttp.ClientSession) -> None:
+        self._service, self._session = service, session
         self._settings: Settings = service.settings
         self._metrics = service.metrics
         self.in_flight = 0
@@ -162,7 +162,7 @@ class Proxy:
         if parsed is None:
             return Prompt((), max(1, body_bytes // 4))
         try:
-            prompt: Prompt = await self._reader.read(path, parsed, request.headers)
+            prompt = await self._service.tokens.reader.read(path, parsed, request.headers)
         except PromptError as error:
             raise Problem(error.status, error.message) from None
         return prompt
@@ -277,7 +277,7 @@ class Proxy:
     def _blame(self, error: Unstarted) -> None:
         worker = self._service.workers.by_target.get(error.target)
         if worker is not None:
-            worker.failed(str(error), down=error.kind == "connect")
+            worker.failed(str(error), down=error.refused)
 
     async def _send(self, exchange: Exchange, target: str, body: bytes) -> aiohttp.ClientResponse:
         known = self._service.router.targets.get(target)
@@ -297,7 +297,9 @@ class Proxy:
                 timeout=self._timeout,
                 allow_redirects=False,
             )
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+        except aiohttp.ClientConnectorError as error:
+            raise Unstarted("connect", target, _words(error), refused=True) from None
+        except aiohttp.ConnectionTimeoutError as error:
             raise Unstarted("connect", target, _words(error)) from None
         except asyncio.TimeoutError:
             text = f"nothing within {self._settings.read_timeout_s:g} s (--read-timeout)"

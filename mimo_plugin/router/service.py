@@ -29,6 +29,7 @@ from mimo_plugin.router.prompt import Prompt
 from mimo_plugin.router.record import Record, Records
 from mimo_plugin.router.settings import Settings
 from mimo_plugin.router.speed import Speeds
+from mimo_plugin.router.tokens import Tokens
 from mimo_plugin.router.workers import Worker, Workers
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ class Service:
         random: Random | None = None,
     ) -> None:
         self.settings, self.model, self.metrics = settings, model, metrics
-        self.knowledge = Knowledge(settings.hash_block_tokens, hybrid=model.hybrid)
+        self.knowledge = Knowledge(settings.hash_block_tokens, model.window_tokens)
         start = Speed(PrefillCost(model.parity_tokens))
         if settings.tokens_per_s is not None:
             start = Speed(start.cost, settings.tokens_per_s)
@@ -96,7 +97,7 @@ class Service:
             self.knowledge.reservations,
             start,
             random or Random(),
-            prefixes=self._prefixes if model.hybrid else None,
+            prefixes=self._prefixes if model.window_tokens is not None else None,
             queue_weight=settings.queue_weight,
         )
         self.records = Records()
@@ -107,10 +108,11 @@ class Service:
         self.workers = Workers(
             probe, settings.health_interval_s, self._worker_changed, self._worker_removed
         )
+        self.tokens = Tokens(settings, session, self.workers)
 
     def now_s(self) -> float:
         """The clock of all decisions."""
-        return time.time()
+        return time.monotonic()
 
     async def start(self) -> None:
         """Look for the workers, and read their events from now on."""
@@ -121,6 +123,7 @@ class Service:
     async def close(self) -> None:
         """End all tasks."""
         await self.workers.close()
+        await self.tokens.close()
         await self.knowledge.close()
 
     # Workers
@@ -129,18 +132,18 @@ class Service:
         facts = worker.facts
         if facts is None:
             return
-        if facts.sources and facts.engine == "vllm":
-            self.knowledge.learn_size(facts.hash_tokens)
         for name, target in worker.targets.items():
             self.counts.setdefault(name, Count())
             self.router.set_target(target, self.speeds.of(name))
-            self.knowledge.read(name, facts.sources.get(target.rank))
+            self.knowledge.set_target(name, facts, facts.sources.get(target.rank))
         for name in [n for n, t in self.router.targets.items() if t.worker == worker.url]:
             if name not in worker.targets:
                 self._target_removed(name)
         self.router.drain(worker.url, worker.drained)
+        self.tokens.worker_changed(worker)
 
     def _worker_removed(self, worker: Worker) -> None:
+        self.tokens.worker_removed(worker)
         for name in worker.targets:
             self._target_removed(name)
 
@@ -151,10 +154,13 @@ class Service:
         self.counts.pop(name, None)
 
     def _lookup(self, hashes: Sequence[Hash], max_hit_tokens: int) -> Mapping[str, int]:
-        return self.knowledge.lookup(hashes, max_hit_tokens)
+        if not hashes:
+            return {}
+        self.knowledge.align()
+        return self.knowledge.lookups.lookup(hashes, max_hit_tokens)
 
     def _prefixes(self, hashes: Sequence[Hash], max_hit_tokens: int) -> Mapping[str, int]:
-        return self.knowledge.full_prefixes(hashes, max_hit_tokens)
+        return self.knowledge.lookups.prefixes(hashes, max_hit_tokens) if hashes else {}
 
     # One request
 
@@ -173,7 +179,7 @@ class Service:
             key, hashes, prompt.prompt_tokens, prompt.session, prompt.media_keys, kept
         )
         now_s = self.now_s()
-        record = Record(now_s, request_id, path, model, prompt.session, prompt.prompt_tokens)
+        record = Record(time.time(), request_id, path, model, prompt.session, prompt.prompt_tokens)
         self.records.add(record)
         self.metrics.prompt_tokens.inc(prompt.prompt_tokens)
         return Routing(request, record, now_s)
@@ -198,7 +204,9 @@ class Service:
         target, record = decision.target, routing.record
         load = self.router.loads[target]
         routing.alone = not load.prefills and not load.decodes
-        self.router.sent(routing.request, decision, self.now_s())
+        now_s = self.now_s()
+        self.router.sent(routing.request, decision, now_s)
+        self.knowledge.lookups.sent(routing.request, target, now_s)
         record.decision = decision
         count = self.counts[target]
         count.requests += 1
@@ -233,7 +241,9 @@ class Service:
     def _first_token(self, routing: Routing, decode_on: str | None) -> None:
         if not routing.first_token:
             routing.first_token = True
-            self.router.first_token(routing.request, self.now_s(), decode_on)
+            now_s = self.now_s()
+            self.router.first_token(routing.request, now_s, decode_on)
+            self.knowledge.lookups.first_token(routing.request, now_s)
 
     def done(
         self,
@@ -256,7 +266,13 @@ class Service:
         if routing.timer is not None:
             routing.timer.cancel()
             routing.timer = None
-        self.router.done(routing.request, self.now_s(), failed=failed)
+        now_s = self.now_s()
+        if not failed:  # an answer that was not streamed may be faster than was expected
+            self._first_token(routing, None)
+        self.router.done(routing.request, now_s, failed=failed)
+        self.knowledge.lookups.done(
+            routing.request, now_s, cached_tokens=None if failed else cached_tokens
+        )
         routing.first_token = False
         routing.record.status = status
         if blame in self.counts:
@@ -269,16 +285,11 @@ class Service:
         self, routing: Routing, target: str, cached: int | None, reported: int | None
     ) -> None:
         request, record = routing.request, routing.record
-        exact = target in self.knowledge.readings
         if cached is not None:
             record.actual_hit_tokens = cached
             self.metrics.predicted.inc(record.predicted_hit_tokens)
             self.metrics.actual.inc(cached)
             self.metrics.compared_prompts.inc(reported or record.prompt_tokens)
-            if not exact and request.hashes:
-                self.knowledge.approximate.correct(target, request.hashes, cached)
-        if not exact and request.hashes and target in self.router.targets:
-            self.knowledge.approximate.record(target, request.hashes, self.now_s())
         if request.session is not None:
             self._remember(request)
         if record.ttft_s is not None and routing.alone and record.decision is not None:
@@ -309,8 +320,8 @@ class Service:
     def resident(self, hashes: Sequence[Hash], prompt_tokens: int) -> dict[str, Any]:
         """What of a prompt is where."""
         limit = max(0, prompt_tokens - 1)
-        hits = self.knowledge.lookup(hashes, limit)
-        full = self.knowledge.full_prefixes(hashes, limit)
+        hits = self._lookup(hashes, limit)
+        full = self._prefixes(hashes, limit)
         return {
             "prompt_tokens": prompt_tokens,
             "targets": {

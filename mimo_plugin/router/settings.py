@@ -58,6 +58,8 @@ class Settings:
         host, port: where it listens; port 0 takes a free one.
         state: ``memory`` or ``redis://…``.
         tokenizer: ``local`` (here), ``render`` (a worker's render endpoint), ``none`` (load alone).
+        chat_template: file with the workers' chat template; None: the model's.
+        trust_remote_code: of the tokenizer.
         admin_key: asked for by what changes or tells things; None: only this machine may.
         worker_key: sent to workers with the router's own questions (their ``--api-key``).
         max_body_bytes: of a request.
@@ -82,6 +84,8 @@ class Settings:
     port: int = 8080
     state: str = "memory"
     tokenizer: str = "local"
+    chat_template: str | None = None
+    trust_remote_code: bool = False
     admin_key: str | None = None
     worker_key: str | None = None
     max_body_bytes: int = 32 << 20

@@ -178,21 +178,19 @@ class Front:
         _, text = await self.get("/metrics")
         for line in text.splitlines():
             head, _, value = line.rpartition(" ")
-            if head.partition("{")[0] == name and all(f'{k}="{v}"' in head for k, v in labels.items()):
+            if head.partition("{")[0] == name and all(
+                f'{k}="{v}"' in head for k, v in labels.items()
+            ):
                 return float(value)
         return 0.0
 
 
 @asynccontextmanager
-async def routing(
-    *workers: FakeWorker | WorkerSpec, reader: Any = None, **options: Any
-) -> AsyncIterator[Front]:
+async def routing(*workers: FakeWorker | WorkerSpec, **options: Any) -> AsyncIterator[Front]:
     """A router before workers that were started."""
-    model = ModelFacts("unused", 81_000.0, True, False)
+    model = ModelFacts("unused", 81_000.0, True)
     app = App(settings_for(*workers, **options), model)
     await app.start()
-    if reader is not None:
-        app.reader = app.proxy._reader = reader
     client = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
     try:
         yield Front(app, client)
