@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests through the router: streams byte by byte, faults of workers, what goes on and what not."""
+"""Requests through the router: streams byte by byte, faults of workers, what is passed on."""
 
 from __future__ import annotations
 
@@ -474,7 +474,7 @@ async def test_only_what_is_for_users_is_forwarded(path: str, code: int) -> None
     worker = await FakeWorker().start()
     async with routing(worker) as front:
         reader, writer = await asyncio.open_connection("127.0.0.1", front.app.port)
-        body = b'{"prompt": "x"}'
+        body = b'{"prompt": "x", "token_ids": [1, 2], "input": "x"}'
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         writer.write(head.encode() + b"Content-Length: %d\r\nConnection: close\r\n\r\n" % len(body))
         writer.write(body)

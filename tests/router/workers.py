@@ -72,11 +72,14 @@ class FakeWorker:
 
     async def stop(self) -> None:
         """As if it was killed: connections are cut."""
-        assert self._runner is not None
-        for connection in list(self._runner.server.connections):
+        runner, self._runner = self._runner, None
+        if runner is None:
+            return
+        assert runner.server is not None
+        for connection in list(runner.server.connections):
             if connection.transport is not None:
                 connection.transport.abort()
-        await self._runner.cleanup()
+        await runner.cleanup()
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         path = request.path
@@ -90,6 +93,8 @@ class FakeWorker:
             return web.Response(text=self.metrics)
         if path in self.extra:
             return web.json_response(self.extra[path])
+        if path in ("/version", "/server_info", "/kv_event_sources"):
+            return web.Response(status=404)
         self.paths.append(request.path_qs)
         self.headers.append(request.headers.copy())
         self.active += 1
