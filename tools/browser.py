@@ -3,9 +3,9 @@
 
     python -m tools.browser             # print where it is; as root on Debian, install it first
 
-Standard library only. A browser is looked for in the variable ``MIMO_CHROMIUM`` (a path, or ``off``)
-and on ``PATH``. Where there is none, root on a Debian gets its package ``chromium-headless-shell``
-(64 MB and its libraries, about 20 s).
+Standard library only. A browser is looked for in the variable ``MIMO_CHROMIUM`` (a path, or
+``off``) and on ``PATH``. Where there is none, root on a Debian gets its package
+``chromium-headless-shell`` (64 MB and its libraries, about 20 s).
 """
 
 from __future__ import annotations

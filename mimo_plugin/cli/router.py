@@ -109,7 +109,7 @@ def settings_of(args: argparse.Namespace) -> Any:
     Raises:
         ConfigError: one of them is wrong.
     """
-    from mimo_plugin.router.settings import Settings, all_workers, read_key
+    from mimo_plugin.router.settings import Settings, all_workers, body_bytes, read_key
 
     return Settings(
         model=args.model,
@@ -122,7 +122,7 @@ def settings_of(args: argparse.Namespace) -> Any:
         trust_remote_code=args.trust_remote_code,
         admin_key=read_key("--admin-key", args.admin_key),
         worker_key=read_key("--worker-key", args.worker_key),
-        max_body_bytes=int(args.max_body_mib * 2**20),
+        max_body_bytes=body_bytes(args.max_body_mib),
         max_header_bytes=args.max_header_bytes,
         max_headers=args.max_headers,
         max_connections=args.max_connections,

@@ -143,7 +143,7 @@ class ApproximateIndex(ResidencyIndex):
         *,
         prompt_tokens: int | None = None,
         hit_tokens: int | None = None,
-        full_tokens: int = 0,
+        full_tokens: int | None = None,
         kept_tokens: Iterable[int] = (),
     ) -> None:
         """A prompt was computed there: its first token has come.
@@ -155,7 +155,7 @@ class ApproximateIndex(ResidencyIndex):
             prompt_tokens: length of the prompt; None: what the hashes stand for.
             hit_tokens: what of it was a hit; None: what is believed now.
             full_tokens: what of it was resident in full attention when it was sent: where that is
-                more than the hit, the engine learns that prompts part there.
+                more than the hit, the engine learns that prompts part there. None: not known.
             kept_tokens: starts of chat messages, for workers with a retention rule.
         """
         blocks = self._blocks(hashes)
@@ -186,7 +186,7 @@ class ApproximateIndex(ResidencyIndex):
         *,
         since_s: float | None = None,
         prompt_tokens: int | None = None,
-        full_tokens: int = 0,
+        full_tokens: int | None = None,
         kept_tokens: Iterable[int] = (),
         output_tokens: int = 0,
     ) -> None:
@@ -212,11 +212,9 @@ class ApproximateIndex(ResidencyIndex):
         length = max(prompt_tokens or 0, len(hashes) * self.hash_block_tokens)
         hit = self._aligned(min(cached_tokens, length - 1), blocks)
         if self._window is not None:
-            # No window ends between the hit and the prompt's last token.
-            for block in blocks[hit // self.block_tokens : (length - 1) // self.block_tokens]:
-                came_s = belief.windows.get(block)
-                if came_s is not None and (since_s is None or came_s <= since_s):
-                    self._lose_window(state, belief, block)
+            reach = length - 1 if full_tokens is None else min(full_tokens, length - 1)
+            for block in self._refuted(belief, blocks, hit, reach, since_s):
+                self._lose_window(state, belief, block)
         if output_tokens and not belief.cache.told:
             belief.spares += 1
             size = -(-output_tokens // self.block_tokens)
@@ -251,7 +249,7 @@ class ApproximateIndex(ResidencyIndex):
         blocks: Sequence[Hash],
         hit: int,
         length: int,
-        full_tokens: int,
+        full_tokens: int | None,
         kept_tokens: Iterable[int],
     ) -> list[int]:
         """Where the engine keeps windows of a prompt that it computes from ``hit`` on; ascending.
@@ -259,7 +257,7 @@ class ApproximateIndex(ResidencyIndex):
         The last ones are the last to be evicted.
         """
         size, whole = self.block_tokens, len(blocks) * self.block_tokens
-        parted = self._aligned(full_tokens, blocks)
+        parted = self._aligned(full_tokens or 0, blocks)
         ends = {(length - 1) // size * size, length // size * size}
         if parted > hit:
             ends.add(parted)
@@ -271,6 +269,32 @@ class ApproximateIndex(ResidencyIndex):
             # With several requests in a step its chunks end elsewhere; the answer will tell.
             ends.update(range(hit + cache.chunk_tokens, length, cache.chunk_tokens))
         return sorted(end // size * size for end in ends if 0 < end <= whole)
+
+    def _refuted(
+        self,
+        belief: Belief,
+        blocks: Sequence[Hash],
+        hit: int,
+        reach: int,
+        since_s: float | None,
+    ) -> set[Hash]:
+        """Blocks of windows that were believed and can't have been: they would have been hits.
+
+        Args:
+            hit: the longest hit that there was.
+            reach: tokens of full attention that were there.
+            since_s: windows with a block that came later are not spoken of.
+        """
+        assert self._window is not None
+        wrong: set[Hash] = set()
+        first, width = hit // self.block_tokens, self._window.window_blocks
+        run = 0  # of believed blocks
+        for at in range(max(0, first - width), min(reach // self.block_tokens, len(blocks))):
+            came_s = belief.windows.get(blocks[at])
+            run = run + 1 if came_s is not None and (since_s is None or came_s <= since_s) else 0
+            if at >= first and (run >= width or run == at + 1):
+                wrong.update(blocks[max(first, at + 1 - width) : at + 1])
+        return wrong
 
     # Full attention
 

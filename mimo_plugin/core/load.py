@@ -84,7 +84,7 @@ class Load:
         self.prefills[request] = prefill_s
         self._queued_s += prefill_s
         self.work_s = self.recent_work_s(now_s) + prefill_s
-        self._work_at_s = now_s
+        self._work_at_s = max(now_s, self._work_at_s)  # another router's may be heard of late
 
     def prefilled(self, request: str, now_s: float) -> None:
         """Its first token came; if it was the first in the queue, the next one begins now."""

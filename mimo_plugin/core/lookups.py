@@ -2,7 +2,7 @@
 """One look-up over workers that tell everything, some of it, or nothing.
 
 Exact targets (vLLM with events) are answered by
-:class:`~mimo_plugin.core.residency.ResidencyIndex`, all others by
+:class:`~mimo_plugin.core.named_index.NamedIndex`, all others by
 :class:`~mimo_plugin.core.approximate.ApproximateIndex`. Targets of one kind and one KV layout share
 an index, so that a look-up takes one pass for all of them.
 """
@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from mimo_plugin.core.approximate import ApproximateIndex
 from mimo_plugin.core.beliefs import Cache
 from mimo_plugin.core.kv_events import Hash
-from mimo_plugin.core.residency import ResidencyIndex
+from mimo_plugin.core.named_index import NamedIndex
+from mimo_plugin.core.sglang_names import SglangIndex
 from mimo_plugin.core.targets import Request
 
 EVENTS, BELIEVED, NONE = "events", "believed", "none"
@@ -65,8 +66,8 @@ class Lookups:
 
     Args:
         hash_block_tokens: tokens that each of a prompt's hashes stands for.
-        make_exact: a new index for exact targets of one layout; None: a ``ResidencyIndex`` that
-            takes the groups as they come.
+        make_exact: a new index for exact targets of one layout; None: a ``NamedIndex`` that takes
+            the groups as they come.
         clock: seconds; ``now_s`` everywhere is of this clock.
         max_in_flight: requests remembered until they are done; the oldest are forgotten.
     """
@@ -75,22 +76,22 @@ class Lookups:
         self,
         hash_block_tokens: int,
         *,
-        make_exact: Callable[[], ResidencyIndex] | None = None,
+        make_exact: Callable[[], NamedIndex] | None = None,
         clock: Callable[[], float] = time.monotonic,
         max_in_flight: int = 100_000,
     ) -> None:
         self.hash_block_tokens = hash_block_tokens
-        self._make_exact = make_exact or (lambda: ResidencyIndex(hash_block_tokens))
+        self._make_exact = make_exact or (lambda: NamedIndex(hash_block_tokens))
         self._clock = clock
         self._max_in_flight = max_in_flight
-        self._indexes: dict[Hashable, ResidencyIndex] = {}
-        self._of: dict[str, tuple[Hashable, ResidencyIndex]] = {}
+        self._indexes: dict[Hashable, NamedIndex] = {}
+        self._of: dict[str, tuple[Hashable, NamedIndex]] = {}
         self._exactness: dict[str, Exactness] = {}
         self._sent: OrderedDict[str, _Sent] = OrderedDict()
 
     # Targets
 
-    def add_exact(self, target: str, layout: Hashable = None) -> ResidencyIndex:
+    def add_exact(self, target: str, layout: Hashable = None) -> NamedIndex:
         """A target whose events tell everything.
 
         Args:
@@ -108,7 +109,7 @@ class Lookups:
         *,
         block_tokens: int | None = None,
         window_tokens: int | None = None,
-    ) -> ApproximateIndex:
+    ) -> SglangIndex:
         """A target of which something must be believed; again, to change what is known of it.
 
         Args:
@@ -119,8 +120,8 @@ class Lookups:
                 has none.
         """
 
-        def make() -> ResidencyIndex:
-            return ApproximateIndex(
+        def make() -> NamedIndex:
+            return SglangIndex(
                 self.hash_block_tokens,
                 block_tokens=block_tokens,
                 window_tokens=window_tokens,
@@ -129,7 +130,7 @@ class Lookups:
 
         block_tokens = block_tokens or self.hash_block_tokens
         index = self._join(target, ("believed", block_tokens, window_tokens), make)
-        assert isinstance(index, ApproximateIndex)
+        assert isinstance(index, SglangIndex)
         index.set_target(target, cache)
         windows = NONE if window_tokens is None else BELIEVED
         self._exactness[target] = Exactness(EVENTS if cache.told else BELIEVED, windows)
@@ -144,7 +145,7 @@ class Lookups:
         for request in [r for r, sent in self._sent.items() if sent.target == target]:
             del self._sent[request]
 
-    def index(self, target: str) -> ResidencyIndex:
+    def index(self, target: str) -> NamedIndex:
         """Where the target's events go."""
         return self._of[target][1]
 
@@ -152,9 +153,7 @@ class Lookups:
         """How far answers about the target can be trusted."""
         return self._exactness[target]
 
-    def _join(
-        self, target: str, key: Hashable, make: Callable[[], ResidencyIndex]
-    ) -> ResidencyIndex:
+    def _join(self, target: str, key: Hashable, make: Callable[[], NamedIndex]) -> NamedIndex:
         old = self._of.get(target)
         if old is not None and old[0] != key:
             self.remove(target)

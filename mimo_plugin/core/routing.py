@@ -16,6 +16,9 @@ than the best one elsewhere: or all that share a system prompt would follow the 
 
 Media: each key has an owner, by consistent hashing over the workers that are not overloaded; any
 other worker costs an encoder run more.
+
+Several routers over the same workers tell each other what they did; the methods ``…_elsewhere``
+take that, in any order and more than once, of targets and requests that may not be known here.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from math import ceil
+from math import ceil, inf
 from random import Random
 
 from mimo_plugin.core.kv_events import Hash
@@ -35,6 +38,7 @@ from mimo_plugin.core.targets import ROLES, Candidate, Decision, NoTargetError, 
 _TIE = 1e-6  # of the cost; below that it is rounding
 _RING_POINTS = 256
 _RING_TRIES = 16
+_MAX_OVER = 10_000
 
 
 Lookup = Callable[[Sequence[Hash], int], Mapping[str, int]]
@@ -60,6 +64,7 @@ class Router:
         reservation_s: how long a request may be on its way before it counts no more, beyond twice
             what was expected.
         grace_s: how long it counts after its first token, until the worker's events tell.
+        max_elsewhere: requests of other routers that are kept; the oldest count as done.
     """
 
     def __init__(
@@ -77,6 +82,7 @@ class Router:
         max_sessions: int = 100_000,
         reservation_s: float = 10.0,
         grace_s: float = 0.5,
+        max_elsewhere: int = 100_000,
     ) -> None:
         if spread < 1:
             raise ValueError(f"spread: found {spread}; allowed: >= 1")
@@ -92,6 +98,10 @@ class Router:
         self._sessions: OrderedDict[str, tuple[str, float]] = OrderedDict()
         self._homes: Counter[str] = Counter()
         self._where: dict[str, tuple[str, ...]] = {}  # of each request in flight
+        # Of other routers, oldest first, and those that were over before they were heard of.
+        self._elsewhere: dict[str, None] = {}
+        self._over: dict[str, None] = {}
+        self._max_elsewhere = max_elsewhere
         self._rings: dict[tuple[str, ...], HashRing] = {}
 
     # Targets
@@ -175,45 +185,119 @@ class Router:
     def sent(self, request: Request, decision: Decision, now_s: float) -> None:
         """The request goes to the target: it is load there, and its prefix is on its way."""
         chosen = decision.chosen
-        target = decision.target
-        self._where[request.id] = (*self._where.get(request.id, ()), target)
-        self.loads[target].start(request.id, chosen.prefill_s + chosen.media_s, now_s)
-        expected_s = chosen.wait_s + chosen.prefill_s + chosen.media_s
-        self._reservations.add(
-            request.id,
-            target,
-            request.hashes,
-            now_s + 2 * expected_s + self._reservation_s,
-            request.kept_tokens,
-        )
+        prefill_s = chosen.prefill_s + chosen.media_s
+        self._sent(request, decision.target, prefill_s, chosen.wait_s + prefill_s, now_s)
         if request.session is not None:
-            self._forget_session(request.session)
-            self._sessions[request.session] = target, now_s
-            self._homes[target] += 1
-            while len(self._sessions) > self._max_sessions:
-                self._forget_session(next(iter(self._sessions)))
+            self._settle(request.session, decision.target, now_s)
 
     def first_token(self, request: Request, now_s: float, decode_on: str | None = None) -> None:
         """Its prefill is done; it decodes at the target ``decode_on``, or where it is."""
-        targets = self._where.get(request.id, ())
-        for name in targets:
-            if name in self.loads:
-                self.loads[name].prefilled(request.id, now_s)
-        self._reservations.expire(request.id, now_s + self._grace_s)
-        decoder = decode_on or (targets[-1] if targets else None)
-        if decoder in self.loads:
-            self.loads[decoder].decode(request.id, request.prompt_tokens)
-            self._where[request.id] = (*targets, decoder)
+        self._first_token(request.id, request.prompt_tokens, now_s, decode_on)
 
     def done(self, request: Request, now_s: float, *, failed: bool = False) -> None:
         """It is over. After a failure its prefix may never have come to be."""
-        for name in self._where.pop(request.id, ()):
-            if name in self.loads:
-                self.loads[name].end(request.id, now_s)
-        if failed:
-            self._reservations.release(request.id)
+        self._done(request.id, now_s, failed)
+
+    # What other routers did
+
+    def sent_elsewhere(
+        self, request: Request, target: str, prefill_s: float, expected_s: float, at_s: float
+    ) -> None:
+        """Another router sent a request to a target.
+
+        Args:
+            request: its ``id`` begins with what names that router (see :meth:`release_process`).
+            target: its name; it may become known here later.
+            prefill_s: what its first token takes there, without waiting.
+            expected_s: the same with waiting.
+            at_s: when it was sent.
+        """
+        if target in self._where.get(request.id, ()):
+            return
+        if request.id in self._over:
+            del self._over[request.id]
+            return
+        self._elsewhere[request.id] = None
+        while len(self._elsewhere) > self._max_elsewhere:
+            self._done(next(iter(self._elsewhere)), at_s, failed=False)
+        # A target that isn't known is nobody's choice, but its load is there when it is added.
+        self.loads.setdefault(target, Load())
+        self._sent(request, target, prefill_s, expected_s, at_s)
+        if request.session is not None:
+            self.session_elsewhere(request.session, target, at_s)
+
+    def first_token_elsewhere(
+        self, request_id: str, prompt_tokens: int, at_s: float, decode_on: str | None = None
+    ) -> None:
+        """The first token came of what another router sent."""
+        if request_id in self._elsewhere:
+            self._first_token(request_id, prompt_tokens, at_s, decode_on)
+
+    def done_elsewhere(self, request_id: str, at_s: float, *, failed: bool = False) -> None:
+        """What another router sent is over."""
+        if request_id in self._elsewhere:
+            self._done(request_id, at_s, failed)
         else:
-            self._reservations.expire(request.id, now_s + self._grace_s)
+            self._over[request_id] = None
+            if len(self._over) > _MAX_OVER:
+                del self._over[next(iter(self._over))]
+
+    def session_elsewhere(self, session: str, target: str, at_s: float) -> None:
+        """A session was at a target then; what is known of later counts more."""
+        if self._sessions.get(session, ("", -inf))[1] <= at_s:
+            self._settle(session, target, at_s)
+
+    def release_process(self, prefix: str, now_s: float) -> None:
+        """A router is gone, with all that it had sent: ids that begin with ``prefix``."""
+        for request_id in [r for r in self._elsewhere if r.startswith(prefix)]:
+            self._done(request_id, now_s, failed=True)
+
+    def sessions(self) -> list[tuple[str, str, float]]:
+        """Name, target and time of each session that is remembered, about oldest first."""
+        return [(session, home, at_s) for session, (home, at_s) in self._sessions.items()]
+
+    # What is the same for all requests
+
+    def _sent(
+        self, request: Request, target: str, prefill_s: float, expected_s: float, at_s: float
+    ) -> None:
+        self._where[request.id] = (*self._where.get(request.id, ()), target)
+        self.loads[target].start(request.id, prefill_s, at_s)
+        expires_s = at_s + 2 * expected_s + self._reservation_s
+        self._reservations.add(request.id, target, request.hashes, expires_s, request.kept_tokens)
+
+    def _first_token(
+        self, request_id: str, prompt_tokens: int, at_s: float, decode_on: str | None
+    ) -> None:
+        targets = self._where.get(request_id, ())
+        for name in targets:
+            if name in self.loads:
+                self.loads[name].prefilled(request_id, at_s)
+        self._reservations.expire(request_id, at_s + self._grace_s)
+        decoder = decode_on or (targets[-1] if targets else None)
+        if decoder in self.loads:
+            self.loads[decoder].decode(request_id, prompt_tokens)
+            self._where[request_id] = (*targets, decoder)
+
+    def _done(self, request_id: str, at_s: float, failed: bool) -> None:
+        self._elsewhere.pop(request_id, None)
+        for name in self._where.pop(request_id, ()):
+            if name in self.loads:
+                load = self.loads[name]
+                load.end(request_id, at_s)
+                if name not in self.targets and not load.prefills and not load.decodes:
+                    del self.loads[name]
+        if failed:
+            self._reservations.release(request_id)
+        else:
+            self._reservations.expire(request_id, at_s + self._grace_s)
+
+    def _settle(self, session: str, target: str, at_s: float) -> None:
+        self._forget_session(session)
+        self._sessions[session] = target, at_s
+        self._homes[target] += 1
+        while len(self._sessions) > self._max_sessions:
+            self._forget_session(next(iter(self._sessions)))
 
     # Rules
 

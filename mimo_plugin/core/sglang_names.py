@@ -12,11 +12,14 @@ page that ends it: a radix tree has no page without those before it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+from mimo_plugin.core.approximate import ApproximateIndex
 from mimo_plugin.core.block_hashes import block_hashes
-from mimo_plugin.core.kv_events import BlockRemoved, BlockStored
+from mimo_plugin.core.event_names import EngineEvent, EngineStored, NameCounts
+from mimo_plugin.core.kv_events import BlockRemoved, BlockStored, Hash, KvEvent
+from mimo_plugin.core.named_index import NamedIndex
 
 Place: TypeAlias = "tuple[int | None, tuple[int, ...]]"
 """Hash of the last whole block up to a page's end (None: there is none), and the tokens behind."""
@@ -51,11 +54,11 @@ class SglangNames:
 
     def __init__(self, hash_block_tokens: int) -> None:
         self.hash_block_tokens = hash_block_tokens
-        #: pages that could not be translated: after unknown ones, or with keys of media
-        self.unknown_pages = 0
-        self._places: dict[int, Place] = {}
+        #: ``unknown_parents`` are of pages after unknown ones, and of those with keys of media
+        self.counts = NameCounts()
+        self._places: dict[Hash, Place] = {}
         # Copies beside the first one: in another medium, or of another namespace.
-        self._further: dict[int, int] = {}
+        self._further: dict[Hash, int] = {}
 
     def __len__(self) -> int:
         return len(self._places)
@@ -65,11 +68,62 @@ class SglangNames:
         self._places.clear()
         self._further.clear()
 
+    def translate(self, batch: Sequence[EngineEvent]) -> list[KvEvent]:
+        """A batch in canonical names; ``extra_keys`` of an event's first page may hold the salt.
+
+        A batch with sizes that don't fit, or with too few tokens, tells nothing of these pages.
+        """
+        found: list[KvEvent] = []
+        for event in batch:
+            told: KvEvent | None
+            if isinstance(event, EngineStored):
+                told = self._translated(event)
+            elif isinstance(event, BlockRemoved):
+                told = self.removed(event.block_hashes, medium=event.medium)
+            else:
+                self.clear()
+                told = event
+            if told is not None:
+                found.append(told)
+        return found
+
+    def _translated(self, event: EngineStored) -> BlockStored | None:
+        salt = event.extra_keys[0] if event.extra_keys else None
+        try:
+            return self.stored(
+                event.block_hashes,
+                event.parent_block_hash,
+                event.token_ids,
+                event.block_size,
+                lora=event.lora_name,
+                salt=salt[0] if salt else None,
+                medium=event.medium,
+            )
+        except ValueError:
+            self.counts.ignored_events += 1
+            return None
+
+    def snapshot(self) -> dict[Hash, tuple[int | None, int]]:
+        """Of each page that ends with a block: canonical hash, and number of copies."""
+        return {
+            page: (name, 1 + self._further.get(page, 0))
+            for page, (name, behind) in self._places.items()
+            if not behind
+        }
+
+    def restore(self, saved: Mapping[Hash, tuple[int | None, int]]) -> None:
+        """Have what :meth:`snapshot` gave; what comes after other pages is unknown from now on."""
+        self.clear()
+        for page, (name, copies) in saved.items():
+            self._places[page] = name, ()
+            if copies > 1:
+                self._further[page] = copies - 1
+
     def stored(
         self,
-        pages: Sequence[int],
-        parent: int | None,
-        token_ids: Sequence[Any],
+        pages: Sequence[Hash],
+        parent: Hash | None,
+        token_ids: Sequence[int],
         page_tokens: int,
         *,
         lora: str | None = None,
@@ -81,7 +135,7 @@ class SglangNames:
         Args:
             pages: names of the pages, in order.
             parent: of the page before them; None: the prompt starts with them.
-            token_ids: of all pages; pairs with the token that follows under speculative decoding.
+            token_ids: of all pages.
             page_tokens: tokens of a page.
             lora: name of the adapter.
             salt: the requests' ``cache_salt``.
@@ -97,9 +151,9 @@ class SglangNames:
             )
         place = _START if parent is None else self._places.get(parent)
         if place is None:
-            self.unknown_pages += len(pages)
+            self.counts.unknown_parents += 1
             return None
-        tokens = [*place[1], *(t if isinstance(t, int) else t[0] for t in token_ids)]
+        tokens = [*place[1], *token_ids]
         last, offset = place[0], len(place[1])
         keys = [("lora", lora)] if lora else []
         keys += [("salt", salt)] if salt else []
@@ -107,7 +161,7 @@ class SglangNames:
         try:
             hashes = block_hashes(tokens, self.hash_block_tokens, extra, parent=last)
         except ValueError:  # keys of media are no token ids
-            self.unknown_pages += len(pages)
+            self.counts.unknown_parents += 1
             return None
         ended: list[int] = []
         for number, page in enumerate(pages, 1):
@@ -124,7 +178,7 @@ class SglangNames:
             return None
         return BlockStored(ended, last, len(ended) * size, size, medium=medium)
 
-    def removed(self, pages: Sequence[int], *, medium: str | None = None) -> BlockRemoved | None:
+    def removed(self, pages: Sequence[Hash], *, medium: str | None = None) -> BlockRemoved | None:
         """What was removed, in canonical names; None: nothing that is known."""
         ended: list[int] = []
         for page in pages:
@@ -142,3 +196,17 @@ class SglangNames:
             if not behind and name is not None:
                 ended.append(name)
         return BlockRemoved(ended, medium=medium) if ended else None
+
+
+class SglangIndex(ApproximateIndex, NamedIndex):
+    """An :class:`ApproximateIndex` whose batches hold SGLang's own events.
+
+    Memory of its names: see :class:`SglangNames`.
+    """
+
+    def _naming(self, state: Any) -> Any:
+        naming = self._namings.get(state.slot)
+        if naming is None:
+            made: Any = SglangNames(self.hash_block_tokens)
+            naming = self._namings[state.slot] = made
+        return naming

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 import aiohttp
@@ -99,6 +99,9 @@ class App:
         try:
             await self.service.start()
             await site.start()
+        except MimoError:
+            await self.stop()
+            raise
         except OSError as error:
             await self.stop()
             raise setting_error(
@@ -180,13 +183,13 @@ class App:
             spec = worker_of(await self._body(request), "worker")
         except ConfigError as error:
             raise Problem(400, str(error)) from None
-        worker = self.service.workers.add(spec)
+        worker = self.service.add_worker(spec)
         return _json({"url": worker.url, "state": worker.state})
 
     async def _remove_worker(self, request: web.BaseRequest) -> web.Response:
         admin.check(request, self.settings.admin_key)
         url = _url_of(request)
-        if not self.service.workers.remove(url):
+        if not self.service.remove_worker(url):
             raise Problem(404, f"no worker {url}")
         return _json({"url": url, "state": "removed"})
 
@@ -196,7 +199,7 @@ class App:
         if on not in ("true", "false"):
             raise Problem(400, f"on: found {on!r}; allowed: true, false")
         url = _url_of(request)
-        if not self.service.workers.drain(url, on == "true"):
+        if not self.service.drain_worker(url, on == "true"):
             raise Problem(404, f"no worker {url}")
         return _json({"url": url, "state": self.service.workers.by_url[url].state})
 
@@ -328,6 +331,7 @@ class App:
             ("target",),
             [((name,), service.knowledge.is_exact(name)) for name in loads],
         )
+        yield from _state_gauges(service.state.status)
         for key in ("gaps", "replays", "restarts", "batches", "decode_errors"):
             yield (
                 f"events_{key}",
@@ -339,6 +343,21 @@ class App:
                     if key in reading.reader.status
                 ],
             )
+
+
+def _state_gauges(status: Mapping[str, Any]) -> Iterable[Gauge]:
+    help_texts = {
+        "connected": "1 while the shared state is reached (always, where it is memory).",
+        "queue": "Changes that wait to be told to other routers.",
+        "dropped": "Changes that other routers learned late.",
+        "lag_s": "Age of the last change when it came from another router.",
+        "peers": "Other routers that are alive.",
+        "received": "Changes that came from other routers.",
+        "reconnects": "Times that the shared state was lost and found again.",
+    }
+    for key, text in help_texts.items():
+        name = "state_lag_seconds" if key == "lag_s" else f"state_{key}"
+        yield name, text, ("kind",), [((str(status["kind"]),), float(status[key]))]
 
 
 def _json(value: Any, status: int = 200) -> web.Response:

@@ -70,6 +70,7 @@ class EventReader:
         hash_block_tokens: must be the index's.
         topic: the publisher's, "" for all.
         on_change: called after batches were applied, with the target.
+        decode: what reads a payload: another one for engines whose events differ from vLLM's.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class EventReader:
         topic: str = "",
         on_change: Callable[[str], None] | None = None,
         replay_wait_s: float = REPLAY_WAIT_S,
+        decode: Callable[[bytes], tuple[list[EngineEvent], int]] = decode,
         context: zmq.asyncio.Context | None = None,
     ) -> None:
         if hash_block_tokens not in (None, index.hash_block_tokens):
@@ -97,6 +99,7 @@ class EventReader:
         self._index = index
         self._on_change = on_change
         self._replay_wait_s = replay_wait_s
+        self._decode = decode
         self._context = context
         self._connected = False
         self._quiet_s = QUIET_S[0]
@@ -121,6 +124,21 @@ class EventReader:
             "last_event_age_s": age,
             **self._counts,
         }
+
+    @property
+    def last(self) -> tuple[int, bytes] | None:
+        """Number and digest of the batch that was applied last; None: of none is it known."""
+        next_seq = self._index.next_seq(self.target)
+        digest = self._digests.get(next_seq - 1) if next_seq is not None else None
+        return (next_seq - 1, digest) if next_seq is not None and digest is not None else None
+
+    def resume(self, digest: bytes) -> None:
+        """The index was given what the target held after the batch with this digest, before
+        :meth:`run`: what came since is asked for, and all is forgotten where it is not to be had.
+        """
+        next_seq = self._index.next_seq(self.target)
+        if next_seq is not None:
+            self._digests[next_seq - 1] = digest
 
     async def run(self) -> None:
         """Read until cancelled."""
@@ -298,7 +316,7 @@ class EventReader:
 
     def _events(self, payload: bytes) -> Sequence[EngineEvent]:
         try:
-            events, unknown = decode(payload)
+            events, unknown = self._decode(payload)
         except PayloadError as error:
             # What was removed is not known, and so not what is left.
             self._counts["decode_errors"] += 1

@@ -26,6 +26,8 @@ FORWARDED = re.compile(
     r"|generative_scoring|tokenizer_info|get_model_info|model_info)"
 )
 _OPERATORS = re.compile(r"/v1/(un)?load_lora_adapter")
+NO_PREFILL = re.compile(r"/(v1/)?(tokenize|detokenize)|.*/(render|count_tokens|cancel)")
+"""Nothing is computed for these."""
 RANK_HEADER = "X-data-parallel-rank"
 _HOP_BY_HOP = frozenset(
     {
@@ -64,6 +66,8 @@ def check_path(request: web.BaseRequest) -> str:
     path, _, query = raw.partition("?")
     if not raw.startswith("/"):  # http://…, as for a proxy
         raise Problem(404, "only paths are served here; found an address")
+    if request.headers.get("Upgrade", "").lower() == "websocket":
+        raise Problem(501, "web sockets are not forwarded: connect to a worker")
     decoded = unquote(unquote(path))
     if "\\" in decoded or any(ord(char) <= 32 or ord(char) == 127 for char in decoded):
         raise Problem(400, "the path holds characters that no path has")
@@ -88,6 +92,9 @@ async def read_body(request: web.BaseRequest, most_bytes: int, timeout_s: float)
         raise _too_large(most_bytes)
     if not request.can_read_body:
         return b""
+    if request.headers.get("Expect", "").lower() == "100-continue" and request.writer is not None:
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0
     parts: list[bytes] = []
     size = 0
     deadline = asyncio.get_running_loop().call_later(

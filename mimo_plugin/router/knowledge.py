@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd, lcm
 
 from mimo_plugin.core.beliefs import Cache
@@ -21,9 +21,12 @@ from mimo_plugin.core.lookups import Lookups
 from mimo_plugin.core.named_index import NamedIndex
 from mimo_plugin.core.reservations import Reservations
 from mimo_plugin.core.residency import ResidencyIndex
+from mimo_plugin.core.sglang_names import block_tokens_of
 from mimo_plugin.router.events import EventReader
 from mimo_plugin.router.probe import Facts, Source
 from mimo_plugin.router.prompt import Prompt
+from mimo_plugin.router.snapshots import Saver, restore
+from mimo_plugin.router.state import SharedState
 
 log = logging.getLogger(__name__)
 
@@ -53,10 +56,16 @@ class Knowledge:
     Args:
         hash_tokens: block size; None: what the workers say.
         window_tokens: the model's sliding window; None: it has none.
+        state: shared with other routers.
     """
 
-    def __init__(self, hash_tokens: int | None, window_tokens: int | None) -> None:
-        self._set, self._window_tokens = hash_tokens, window_tokens
+    def __init__(
+        self, hash_tokens: int | None, window_tokens: int | None, state: SharedState
+    ) -> None:
+        self._set, self._window_tokens, self._state = hash_tokens, window_tokens, state
+        self.saver = Saver(state, self._indexes)
+        self._saving: asyncio.Task[None] | None = None
+        self._started = asyncio.Event()
         self._said = hash_tokens is not None
         self._targets: dict[str, _Known] = {}
         self.readings: dict[str, Reading] = {}
@@ -97,12 +106,18 @@ class Knowledge:
                 facts.window_capacity_tokens,
                 facts.chunk_tokens,
             )
-            page = facts.hash_tokens
-            fits = page is not None and page % self.hash_tokens == 0
+            try:
+                block_tokens = block_tokens_of(
+                    facts.hash_tokens or self.hash_tokens, self.hash_tokens
+                )
+            except ValueError as error:
+                log.warning("%s: its events are not read: %s", target, error)
+                source, block_tokens = None, self.hash_tokens
+                cache = replace(cache, told=False)
             self.lookups.add_approximate(
                 target,
                 cache,
-                block_tokens=page if fits else None,
+                block_tokens=block_tokens,
                 window_tokens=self._window_tokens,
             )
         if source is not None and target not in self.readings:
@@ -113,9 +128,28 @@ class Knowledge:
                 self.lookups.index(target),
                 topic=source.topic,
             )
-            task = asyncio.create_task(reader.run(), name=f"events {target}")
+            task = asyncio.create_task(self._read(target, reader), name=f"events {target}")
             task.add_done_callback(_report)
             self.readings[target] = Reading(source, reader, task)
+
+    async def _read(self, target: str, reader: EventReader) -> None:
+        await self._started.wait()
+        if self._state.status["kind"] != "memory":
+            await restore(self._state, self.lookups.index(target), reader)
+        await reader.run()
+
+    def _indexes(self) -> dict[str, tuple[NamedIndex, EventReader]]:
+        return {
+            name: (self.lookups.index(name), reading.reader)
+            for name, reading in self.readings.items()
+        }
+
+    def start(self) -> None:
+        """The shared state is there: read events, and keep in it what targets hold."""
+        self._started.set()
+        if self._state.status["kind"] != "memory":
+            self._saving = asyncio.create_task(self.saver.run(), name="snapshots")
+            self._saving.add_done_callback(_report)
 
     def _learn_size(self, said: int | None) -> None:
         """A worker with events hashes blocks of so many tokens."""
@@ -175,6 +209,7 @@ class Knowledge:
     async def close(self) -> None:
         """Read no more."""
         tasks = [reading.task for reading in self.readings.values()]
+        tasks += [self._saving] if self._saving is not None else []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -78,16 +78,27 @@ def _item(item: Any) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
-def messages_as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
+def messages_as_chat(body: Mapping[str, Any], disabled_effort: str) -> dict[str, Any]:
     """``/v1/messages``: a system text, and turns with text.
+
+    Args:
+        body: of the request.
+        disabled_effort: the ``reasoning_effort`` that stands for disabled thinking.
 
     Raises:
         NotLocal: it is more than that.
     """
-    for name in ("tools", "thinking", "output_config", "tool_choice"):
+    for name in ("tools", "tool_choice"):
         if body.get(name) is not None:
             raise NotLocal(f"Messages with {name!r}")
     chat: dict[str, Any] = {name: body[name] for name in _KEPT if name in body}
+    output = body.get("output_config")
+    if output is not None:
+        if not isinstance(output, Mapping) or not output.keys() <= {"effort"}:
+            raise NotLocal("Messages with more than an effort in output_config")
+        chat["reasoning_effort"] = output.get("effort")
+    if thinking_disabled(body):
+        chat["reasoning_effort"] = disabled_effort
     messages: list[dict[str, Any]] = []
     system = body.get("system")
     if system:
@@ -110,6 +121,12 @@ def messages_as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
         else:
             raise NotLocal("a message with an empty text")
     return {**chat, "messages": messages}
+
+
+def thinking_disabled(body: Mapping[str, Any]) -> bool:
+    """Whether a Messages request turns thinking off."""
+    thinking = body.get("thinking")
+    return isinstance(thinking, Mapping) and thinking.get("type") == "disabled"
 
 
 def _blocks(content: Any) -> list[str]:

@@ -221,6 +221,23 @@ class ChatRenderer:
         """Whether there is a template."""
         return self._templates[False] is not None
 
+    @cached_property
+    def disabled_thinking_effort(self) -> str:
+        """The ``reasoning_effort`` that vLLM's Messages API takes for disabled thinking.
+
+        ``none``, unless the template refuses that or treats it as one of the other efforts.
+        """
+        texts = {effort: self._effort_text(effort) for effort in _EFFORTS - {"minimal"}}
+        none = texts.pop("none")
+        return "low" if none is None or none in texts.values() else "none"
+
+    def _effort_text(self, effort: str) -> str | None:
+        chat = {"messages": [{"role": "user", "content": "Hi"}], "reasoning_effort": effort}
+        try:
+            return self.render(chat).text
+        except NotLocal:
+            return None
+
     def render(self, body: Mapping[str, Any]) -> RenderedChat:
         """The text of a chat request.
 

@@ -20,7 +20,7 @@ from mimo_plugin.errors import MimoError, one_line, setting_error
 from mimo_plugin.router import prompt_sessions as sessions
 from mimo_plugin.router.prompt import Prompt
 from mimo_plugin.router.prompt_check import Checks, Sample
-from mimo_plugin.router.prompt_convert import messages_as_chat, responses_as_chat
+from mimo_plugin.router.prompt_convert import messages_as_chat, responses_as_chat, thinking_disabled
 from mimo_plugin.router.prompt_found import (
     MEDIUM_TOKENS,
     Found,
@@ -224,7 +224,9 @@ class PromptReader:
         try:
             if path == "/v1/responses":
                 return responses_as_chat(body)
-            return messages_as_chat(body) if path == "/v1/messages" else body
+            if path == "/v1/messages" and self.local is not None:
+                return messages_as_chat(body, self.local.chat.disabled_thinking_effort)
+            return body if path == "/v1/chat/completions" else None
         except NotLocal as error:
             self.last_not_local = one_line(error)
             return None
@@ -253,7 +255,12 @@ class PromptReader:
             begun = await self._local_chat(chat)
             if begun is not None and not begun.cut:
                 return Found(begun.token_ids, len(begun.token_ids), source="local")
-        if self.render is not None and not (begun is not None and self.media == "prefix"):
+        asks = self.render is not None and not (begun is not None and self.media == "prefix")
+        if path == "/v1/messages" and thinking_disabled(body):
+            # The render endpoint always takes "none" for it, the Messages API not always.
+            effort = self.local.chat.disabled_thinking_effort if self.local else None
+            asks = asks and effort == "none"
+        if asks and self.render is not None:
             rendered = await self.render.render(path, body, headers)
             if rendered is not None:
                 return Found(rendered.token_ids, rendered.prompts_tokens, rendered.media, "render")

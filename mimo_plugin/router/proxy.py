@@ -9,6 +9,7 @@ The last may be the request's own doing, so it is tried again once only.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
@@ -28,6 +29,7 @@ from mimo_plugin.router.problems import Problem
 from mimo_plugin.router.prompt import Prompt
 from mimo_plugin.router.prompts import PromptError
 from mimo_plugin.router.relay import ClientGone, Closed, Relayed, WorkerErrors, relay
+from mimo_plugin.router.responses import Responses
 from mimo_plugin.router.service import Routing, Service
 from mimo_plugin.router.settings import Settings
 
@@ -36,7 +38,7 @@ log = logging.getLogger(__name__)
 _BUSY = {"Retry-After": "1"}
 _AGAIN = (502, 503)
 _MOST_CLOSED = 2  # workers that may close on one request
-_PREFILL_BYTES = 64 << 20  # longest answer of a prefill worker
+_ANSWER_BYTES = 64 << 20  # longest answer that is not for the client, or may not be
 
 
 class Unstarted(Exception):
@@ -44,12 +46,21 @@ class Unstarted(Exception):
 
     Attributes:
         kind: ``connect``, ``closed``, ``status`` or ``timeout``.
+        answer: what the worker said, to be passed on where nobody has a better one.
         refused: nobody listens there. That a connection takes long may be a crowd before it.
     """
 
-    def __init__(self, kind: str, target: str, message: str, *, refused: bool = False) -> None:
+    def __init__(
+        self,
+        kind: str,
+        target: str,
+        message: str,
+        *,
+        refused: bool = False,
+        answer: Problem | None = None,
+    ) -> None:
         super().__init__(f"{target}: {message}")
-        self.kind, self.target, self.refused = kind, target, refused
+        self.kind, self.target, self.refused, self.answer = kind, target, refused, answer
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +73,8 @@ class Exchange:
         parsed: the body's JSON, or None.
         model: asked for; None: any.
         streamed: the client wants a stream.
+        home: the one target that can take it; None: any.
+        search: it asks for something that some worker has, and others say 404.
     """
 
     request: web.BaseRequest
@@ -73,6 +86,13 @@ class Exchange:
     model: str | None
     routing: Routing
     streamed: bool
+    home: str | None = None
+    search: bool = False
+
+    @property
+    def plain(self) -> str:
+        """The path without its query."""
+        return self.path.partition("?")[0]
 
 
 class Proxy:
@@ -87,6 +107,7 @@ class Proxy:
         self._service, self._session = service, session
         self._settings: Settings = service.settings
         self._metrics = service.metrics
+        self._responses = Responses()
         self.in_flight = 0
         self.closing = False
         self._timeout = aiohttp.ClientTimeout(
@@ -147,8 +168,20 @@ class Proxy:
         headers = incoming.forwarded_headers(request.headers)
         headers["X-Request-Id"] = request_id
         streamed = bool(parsed is not None and parsed.get("stream"))
+        stored = self._responses.is_stored(plain)
+        home = self._responses.where(plain) if stored else self._responses.home(parsed)
         exchange = Exchange(
-            request, request_id, path, headers, body, parsed, model, routing, streamed
+            request,
+            request_id,
+            path,
+            headers,
+            body,
+            parsed,
+            model,
+            routing,
+            streamed,
+            home,
+            stored and home is None,
         )
         return await self._attempts(exchange)
 
@@ -159,8 +192,8 @@ class Proxy:
         request: web.BaseRequest,
         body_bytes: int,
     ) -> Prompt:
-        if parsed is None:
-            return Prompt((), max(1, body_bytes // 4))
+        if parsed is None or incoming.NO_PREFILL.fullmatch(path):
+            return Prompt((), 1 if parsed is not None else max(1, body_bytes // 4))
         try:
             prompt = await self._service.tokens.reader.read(path, parsed, request.headers)
         except PromptError as error:
@@ -178,12 +211,12 @@ class Proxy:
                 raise self._nobody(exchange, failed, str(error)) from None
             last = routing.record.retries >= self._settings.retries
             try:
-                return await self._try(exchange, decision, last=last)
+                return await self._try(exchange, decision)
             except Unstarted as error:
                 failed[error.target] = error
                 closed += error.kind == "closed"
                 retry = error.kind != "timeout" and closed < _MOST_CLOSED
-                if last or not retry:
+                if not retry or (last and not exchange.search):
                     raise self._nobody(exchange, failed, str(error)) from None
                 routing.record.retries += 1
                 self._metrics.retries.inc()
@@ -191,6 +224,10 @@ class Proxy:
 
     def _choose(self, exchange: Exchange, failed: Mapping[str, Unstarted]) -> Decision:
         choose, routing, model = self._service.choose, exchange.routing, exchange.model
+        if exchange.home is not None and exchange.home not in failed:
+            others = self._service.router.targets.keys() - {exchange.home}
+            with contextlib.suppress(NoTargetError):
+                return choose(routing, model, "prefill", others)
         try:
             return choose(routing, model, "prefill", failed)
         except NoTargetError:
@@ -210,23 +247,23 @@ class Proxy:
         if errors[-1].kind == "timeout":
             record.status = 504
             return Problem(504, f"no answer in time: {errors[-1]}", "timeout")
+        if errors[-1].answer is not None:
+            record.status = errors[-1].answer.status
+            return errors[-1].answer
         record.status = 502
         text = f"no worker began to answer, of {len(errors)} asked; the last: {errors[-1]}"
         return Problem(502, text, "unstarted", headers=_BUSY)
 
-    async def _try(
-        self, exchange: Exchange, decision: Decision, *, last: bool
-    ) -> web.StreamResponse:
+    async def _try(self, exchange: Exchange, decision: Decision) -> web.StreamResponse:
         service, routing = self._service, exchange.routing
         service.sent(routing, decision)
-        blamed = None
         try:
             body, decoder = exchange.body, None
             target = service.router.targets[decision.target]
             if (
                 target.role == "prefill"
                 and exchange.parsed is not None
-                and exchange.path.partition("?")[0] in disaggregated.PATHS
+                and exchange.plain in disaggregated.PATHS
             ):
                 decoder = self._decoder(exchange)
                 transfer = await self._prefill(exchange, decision.target)
@@ -235,11 +272,10 @@ class Proxy:
             where = decoder.target if decoder is not None else decision.target
             if not exchange.streamed and decoder is None:
                 service.expect_first_token(routing)
-            blamed = where
             upstream = await self._send(exchange, where, body)
             try:
-                if upstream.status in _AGAIN and not last:
-                    raise Unstarted("status", where, f"it answers {upstream.status}")
+                if upstream.status in _AGAIN or (exchange.search and upstream.status == 404):
+                    raise await self._refusal(where, upstream)
                 relayed = await self._relay(exchange, decision, where, upstream)
             finally:
                 upstream.close()
@@ -253,8 +289,28 @@ class Proxy:
         except BaseException:  # the client is gone, or the router stops
             service.done(routing, failed=True, status=499)
             raise
-        self._finish(exchange, relayed, blamed)
+        self._responses.note(exchange.plain, relayed.head, where)
+        self._finish(exchange, relayed, where)
         return relayed.response
+
+    async def _refusal(self, target: str, upstream: aiohttp.ClientResponse) -> Unstarted:
+        answer = await self._whole(target, upstream)
+        text = f"it answers {upstream.status}"
+        outcome = "worker_error" if upstream.status >= 500 else "ok"
+        return Unstarted(
+            "status", target, text, answer=Passed(upstream.status, answer, upstream, outcome)
+        )
+
+    async def _whole(self, target: str, upstream: aiohttp.ClientResponse) -> bytes:
+        answer = bytearray()
+        try:
+            async for chunk in upstream.content.iter_any():
+                answer += chunk
+                if len(answer) > _ANSWER_BYTES:
+                    raise Unstarted("status", target, "its answer is too long")
+        except WorkerErrors as error:
+            raise Unstarted("closed", target, _words(error)) from None
+        return bytes(answer)
 
     def _finish(self, exchange: Exchange, relayed: Relayed, target: str) -> None:
         status = relayed.response.status
@@ -341,34 +397,33 @@ class Proxy:
         assert exchange.parsed is not None
         upstream = await self._send(exchange, target, disaggregated.prefill_body(exchange.parsed))
         try:
-            answer = bytearray()
-            async for chunk in upstream.content.iter_any():
-                answer += chunk
-                if len(answer) > _PREFILL_BYTES:
-                    raise Unstarted("status", target, "its prefill answer is too long")
-        except WorkerErrors as error:
-            raise Unstarted("closed", target, _words(error)) from None
+            answer = await self._whole(target, upstream)
         finally:
             upstream.close()
         if upstream.status >= 500:
             raise Unstarted("status", target, f"its prefill answers {upstream.status}")
         if upstream.status >= 400:  # the client's fault: it gets the worker's words
-            raise _Refused(upstream.status, bytes(answer))
+            raise Passed(upstream.status, answer, upstream, "ok")
         try:
-            return disaggregated.transfer_of(bytes(answer))
+            return disaggregated.transfer_of(answer)
         except (ValueError, msgspec.DecodeError):
             raise Unstarted("status", target, "its prefill answer is no JSON object") from None
 
 
-class _Refused(Problem):
+class Passed(Problem):
     """A worker's own refusal, passed on as it is."""
 
-    def __init__(self, status: int, body: bytes) -> None:
-        super().__init__(status, "the prefill worker refused it", "ok")
+    def __init__(
+        self, status: int, body: bytes, upstream: aiohttp.ClientResponse, outcome: str
+    ) -> None:
+        super().__init__(status, "refused by a worker", outcome)
         self._body = body
+        self._headers = incoming.answered_headers(upstream.headers)
+        self._headers.popall("Content-Length", None)
 
     def response(self) -> web.Response:
-        return web.Response(body=self._body, status=self.status, content_type="application/json")
+        """The answer."""
+        return web.Response(body=self._body, status=self.status, headers=self._headers)
 
 
 def _words(error: BaseException) -> str:

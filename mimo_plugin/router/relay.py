@@ -45,10 +45,12 @@ class Relayed:
     Attributes:
         response: what was sent, or is to be sent.
         broken: why the worker stopped within it; None: it is whole.
+        head: its first bytes.
         cached_tokens, prompt_tokens: what it said about its prompt; None: nothing.
     """
 
     response: web.StreamResponse
+    head: bytes = b""
     broken: str | None = None
     cached_tokens: int | None = None
     prompt_tokens: int | None = None
@@ -124,7 +126,7 @@ async def _stream(
     if cached is None:
         cached, first_prompt = usage(head)
         prompt = prompt if prompt is not None else first_prompt
-    return Relayed(response, broken, cached, prompt)
+    return Relayed(response, head, broken, cached, prompt)
 
 
 def _events_end(chunk: bytes) -> int:
@@ -151,13 +153,13 @@ async def _held(
         if not parts:
             raise Closed(_words(error)) from None
         text = f"the worker stopped within its answer: {_words(error)}"
-        return Relayed(problems.Problem(502, text, "broken").response(), text)
+        return Relayed(problems.Problem(502, text, "broken").response(), broken=text)
     body = parts[0] if len(parts) == 1 else b"".join(parts)
     if request.method != "HEAD":
         headers.popall("Content-Length", None)
     cached, prompt = (None, None) if "Content-Encoding" in headers else usage(body[-65536:])
     response = web.Response(body=body, status=upstream.status, headers=headers)
-    return Relayed(response, None, cached, prompt)
+    return Relayed(response, body[:_TAIL_BYTES], None, cached, prompt)
 
 
 async def _large(
@@ -184,7 +186,7 @@ async def _large(
             request.transport.abort()  # part of it is there: only a cut says that it isn't all
     except (ConnectionError, RuntimeError) as error:
         raise ClientGone(str(error)) from None
-    return Relayed(response, broken)
+    return Relayed(response, begin[:_TAIL_BYTES], broken)
 
 
 def usage(text: bytes) -> tuple[int | None, int | None]:

@@ -21,14 +21,23 @@ from mimo_plugin.core.kv_events import Hash
 from mimo_plugin.core.load import Speed
 from mimo_plugin.core.routing import Router
 from mimo_plugin.core.targets import Decision, Request
+from mimo_plugin.errors import ConfigError
 from mimo_plugin.router.knowledge import Knowledge
 from mimo_plugin.router.metrics import Metrics
 from mimo_plugin.router.model import ModelFacts
 from mimo_plugin.router.probe import Probe
 from mimo_plugin.router.prompt import Prompt
 from mimo_plugin.router.record import Record, Records
-from mimo_plugin.router.settings import Settings
+from mimo_plugin.router.settings import Settings, WorkerSpec, settings_text, worker_of
 from mimo_plugin.router.speed import Speeds
+from mimo_plugin.router.state import (
+    Done,
+    FirstToken,
+    RouterListener,
+    Sent,
+    WorkerChanged,
+    open_state,
+)
 from mimo_plugin.router.tokens import Tokens
 from mimo_plugin.router.workers import Worker, Workers
 
@@ -87,7 +96,8 @@ class Service:
         random: Random | None = None,
     ) -> None:
         self.settings, self.model, self.metrics = settings, model, metrics
-        self.knowledge = Knowledge(settings.hash_block_tokens, model.window_tokens)
+        self.state = open_state(settings.state, self.now_s)
+        self.knowledge = Knowledge(settings.hash_block_tokens, model.window_tokens, self.state)
         start = Speed(PrefillCost(model.parity_tokens))
         if settings.tokens_per_s is not None:
             start = Speed(start.cost, settings.tokens_per_s)
@@ -115,18 +125,59 @@ class Service:
         return time.monotonic()
 
     async def start(self) -> None:
-        """Look for the workers, and read their events from now on."""
+        """Look for the workers, and read their events from now on.
+
+        Raises:
+            MimoError: the shared state can't be reached.
+        """
         for spec in self.settings.workers:
             self.workers.add(spec)
+        given = {spec.url: settings_text(spec) for spec in self.settings.workers}
+        listener = RouterListener(self.router, self._worker_changed_elsewhere, self.now_s)
+        await self.state.start(listener, given)
+        self.knowledge.start()
         await self.workers.first_look(2 * self.settings.connect_timeout_s)
 
     async def close(self) -> None:
         """End all tasks."""
         await self.workers.close()
         await self.tokens.close()
+        await self.state.close()
         await self.knowledge.close()
 
     # Workers
+
+    def add_worker(self, spec: WorkerSpec) -> Worker:
+        """A worker is there from now on, for all routers."""
+        worker = self.workers.add(spec)
+        self.state.publish(WorkerChanged(spec.url, settings_text(spec), added=True))
+        return worker
+
+    def remove_worker(self, url: str) -> bool:
+        """It is no more, for all routers. False: there is none."""
+        if not self.workers.remove(url):
+            return False
+        self.state.publish(WorkerChanged(url, removed=True))
+        return True
+
+    def drain_worker(self, url: str, drained: bool) -> bool:
+        """It gets nothing new, or is in again, for all routers. False: there is none."""
+        if not self.workers.drain(url, drained):
+            return False
+        self.state.publish(WorkerChanged(url, drained=drained))
+        return True
+
+    def _worker_changed_elsewhere(self, change: WorkerChanged) -> None:
+        if change.removed:
+            self.workers.remove(change.url)
+            return
+        if change.added or change.url not in self.workers.by_url:
+            try:
+                self.workers.add(worker_of({**change.settings, "url": change.url}, "state"))
+            except ConfigError as error:  # of another version, say
+                log.error("a worker that another router has added: %s", error)
+                return
+        self.workers.drain(change.url, change.drained)
 
     def _worker_changed(self, worker: Worker) -> None:
         facts = worker.facts
@@ -207,6 +258,7 @@ class Service:
         now_s = self.now_s()
         self.router.sent(routing.request, decision, now_s)
         self.knowledge.lookups.sent(routing.request, target, now_s)
+        self.state.publish(Sent.of(routing.request, decision))
         record.decision = decision
         count = self.counts[target]
         count.requests += 1
@@ -244,6 +296,8 @@ class Service:
             now_s = self.now_s()
             self.router.first_token(routing.request, now_s, decode_on)
             self.knowledge.lookups.first_token(routing.request, now_s)
+            request = routing.request
+            self.state.publish(FirstToken(request.id, request.prompt_tokens, decode_on))
 
     def done(
         self,
@@ -273,6 +327,7 @@ class Service:
         self.knowledge.lookups.done(
             routing.request, now_s, cached_tokens=None if failed else cached_tokens
         )
+        self.state.publish(Done(routing.request.id, failed))
         routing.first_token = False
         routing.record.status = status
         if blame in self.counts:

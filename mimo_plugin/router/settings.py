@@ -186,6 +186,16 @@ def check_number(setting: str, value: float | None, low: float, high: float) -> 
     raise setting_error(setting, value, f"{low:g} to {high:g}", "choose a value in that range")
 
 
+def body_bytes(mib: float) -> int:
+    """Bytes of ``--max-body-mib``.
+
+    Raises:
+        ConfigError: it is out of bounds.
+    """
+    check_number("--max-body-mib", mib * 2**20, *_BOUNDS["max_body_bytes"])
+    return int(mib * 2**20)
+
+
 def check_choice(setting: str, value: str, allowed: Sequence[str]) -> None:
     """Refuse a word that is none of the known ones."""
     if value not in allowed:
@@ -278,6 +288,13 @@ def worker_of(values: Mapping[str, Any], setting: str) -> WorkerSpec:
         _ranks(values.get("ranks"), setting),
         engine,
     )
+
+
+def settings_text(spec: WorkerSpec) -> dict[str, str]:
+    """A worker's settings but its address, as texts; :func:`worker_of` takes them."""
+    values = {"role": spec.role, "events": spec.events, "replay": spec.replay}
+    values |= {"ranks": None if spec.ranks is None else str(spec.ranks), "engine": spec.engine}
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def _ranks(value: Any, setting: str) -> int | None:

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import json
 import random
 import threading
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -19,6 +20,7 @@ from mimo_plugin.core.reservations import Reservations
 from mimo_plugin.core.routing import Router
 from mimo_plugin.core.targets import Request, Target
 from mimo_plugin.router.page import HEADERS, page_files
+from tools.browser import ensure
 
 Json = dict[str, Any]
 MODEL = "XiaomiMiMo/MiMo-V2-Flash"
@@ -211,7 +213,7 @@ class PageServer:
         return web.json_response({})
 
 
-def example(seed: int = 3) -> tuple[list[Json], list[Json], Json]:
+def example(seed: int = 13) -> tuple[list[Json], list[Json], Json]:
     """Workers, decisions and an answer of ``/resident`` as a busy router would have them.
 
     The decisions are the real router's, on workers that keep all that they were sent.
@@ -223,33 +225,40 @@ def example(seed: int = 3) -> tuple[list[Json], list[Json], Json]:
     asked = ""
 
     def lookup(_hashes: object, limit: int) -> dict[str, int]:
-        return {name: min(limit, held.get(asked, 0) // 64 * 64) for name, held in kept.items()}
+        shared = {name: 832 if held else 0 for name, held in kept.items()}  # a system prompt
+        return {
+            name: min(limit, max(held.get(asked, 0) // 64 * 64, shared[name]))
+            for name, held in kept.items()
+        }
 
-    speed = Speed(PrefillCost(8000.0), tokens_per_s=3000.0)
+    speed = Speed(PrefillCost(8000.0), tokens_per_s=1200.0)
     nothing = Reservations(64, 64, every_block=True)
     router = Router(lookup, nothing, speed, random.Random(seed))
     for one in targets:
         router.set_target(one)
-    lengths = dict.fromkeys((f"chat-{i}" for i in range(24)), 0)
+    lengths = dict.fromkeys((f"chat-{i}" for i in range(60)), 900)
     decisions: list[Json] = []
     running: list[tuple[float, Request]] = []
-    now_s = time.time() - 300
-    while now_s < time.time() - 0.4:
-        now_s += rng.expovariate(0.4 + 0.5 * (int(now_s) % 90 < 40))
+    end_s = time.time() - 0.4
+    now_s = end_s - 300
+    while True:
+        now_s += rng.expovariate(0.4 + 0.7 * (int(end_s - now_s) % 90 < 40))
+        if now_s > end_s:
+            break
         for first_s, begun in [one for one in running if one[0] <= now_s]:
             router.first_token(begun, first_s)
             router.done(begun, first_s)
             running.remove((first_s, begun))
         i = len(decisions)
         asked = rng.choice([*lengths])
-        prompt = lengths[asked] + rng.choice([380, 730, 1210, 4400])
+        prompt = lengths[asked] + rng.choice([120, 380, 730, 2210])
         request = Request(f"req-{i:04d}", (), prompt, None if i % 13 == 4 else asked)
         found = router.choose(request, now_s)
         router.sent(request, found, now_s)
         chosen = found.chosen
         running.append((now_s + chosen.wait_s + chosen.prefill_s, request))
         kept[found.target][asked] = lengths[asked] = prompt + 260
-        young = now_s > time.time() - 1.5
+        young = now_s > end_s - 1.1
         decisions.append(
             decision(
                 request.id,
@@ -301,12 +310,44 @@ def example(seed: int = 3) -> tuple[list[Json], list[Json], Json]:
     return workers, decisions, resident
 
 
+def draw(path: Path) -> None:
+    """Make the picture of the documentation."""
+    from PIL import Image
+    from playwright.sync_api import sync_playwright
+
+    server = PageServer()
+    server.workers, found, _ = example()
+    drop = 1  # so that the one which did not go where most of it is comes second
+    younger_s = time.time() - 0.7 - found[drop]["time_s"]
+    server.decisions = [one | {"time_s": one["time_s"] + younger_s} for one in found[drop:]]
+    server.start()
+    with sync_playwright() as playwright:
+        page = playwright.chromium.launch(executable_path=ensure()).new_page(
+            viewport={"width": 1280, "height": 1330}
+        )
+        page.goto(server.url)
+        page.wait_for_timeout(4500)
+        page.locator("#decisions .line").nth(1).click()
+        page.mouse.move(0, 0)
+        page.screenshot(path=path)
+    server.close()
+    picture = Image.open(path).convert("RGB")
+    method, dither = Image.Quantize.MAXCOVERAGE, Image.Dither.NONE
+    picture.quantize(256, method, dither=dither).save(path, optimize=True)
+
+
 def main() -> None:
-    """Serve the example until interrupted, for somebody who works on the page."""
+    """Serve the example until interrupted, or make a picture of it (``--picture PATH``)."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--picture", type=Path)
+    options = parser.parse_args()
+    if options.picture is not None:
+        draw(options.picture)
+        return
     server = PageServer()
     server.workers, server.decisions, server.resident = example()
     server.start()
-    print(json.dumps({"url": server.url}), flush=True)
+    print(server.url, flush=True)
     threading.Event().wait()
 
 

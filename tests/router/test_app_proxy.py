@@ -613,3 +613,65 @@ async def test_a_prefill_worker_that_fails_is_replaced() -> None:
         assert all(body["kv_transfer_params"] == {"a": 1} for body in decode.seen)
     for worker in (bad, good, decode):
         await worker.stop()
+
+
+# Stored responses
+
+
+def store(name: str) -> Any:
+    """A worker that keeps what it made."""
+    kept: set[str] = set()
+
+    async def answer(worker: FakeWorker, request: web.Request) -> web.StreamResponse:
+        if request.method == "GET":
+            found = request.path.rpartition("/")[2] in kept
+            return web.json_response({"of": name}, status=200 if found else 404)
+        made = f"resp_{name}{len(kept)}"
+        kept.add(made)
+        return web.json_response({"id": made, "object": "response"})
+
+    return answer
+
+
+@in_loop
+async def test_a_stored_response_is_found_where_it_is() -> None:
+    workers = [await FakeWorker(store(name)).start() for name in "abc"]
+    async with routing(*workers) as front:
+        url = front.url + "/v1/responses"
+        for number in range(9):
+            async with front.client.post(url, json={"input": f"{number}"}) as response:
+                made, home = (await response.json())["id"], response.headers["X-Mimo-Worker"]
+            asked = sum(len(worker.seen) for worker in workers)
+            code, got = await front.get(f"/v1/responses/{made}")
+            assert (code, got["of"]) == (200, made[5])
+            assert sum(len(worker.seen) for worker in workers) == asked + 1
+            again = {"input": f"other {number}", "previous_response_id": made}
+            async with front.client.post(url, json=again) as response:
+                assert response.headers["X-Mimo-Worker"] == home
+        assert len({worker.url for worker in workers if worker.seen}) == 3
+        front.app.proxy._responses._targets.clear()  # as another router knows it
+        code, got = await front.get(f"/v1/responses/{made}")
+        assert (code, got["of"]) == (200, made[5])
+        code, _ = await front.get("/v1/responses/resp_none")
+        assert code == 404
+
+
+@in_loop
+async def test_a_lone_worker_s_refusal_is_passed_on() -> None:
+    worker = await FakeWorker(status(503)).start()
+    async with routing(worker) as front:
+        code, _, body = await front.chat()
+        assert (code, json.loads(body)["error"]["message"]) == (503, "mine")
+        assert len(worker.seen) == 1
+
+
+@in_loop
+async def test_a_client_may_wait_to_be_told_to_go_on() -> None:
+    worker = await FakeWorker().start()
+    async with routing(worker) as front:
+        data = json.dumps({"model": MODEL, "prompt": "x"}).encode()
+        async with front.client.post(
+            front.url + "/v1/completions", data=data, expect100=True
+        ) as response:
+            assert response.status == 200
+        assert "Expect" not in worker.headers[0]

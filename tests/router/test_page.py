@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import os
 import re
-import time
 
 import pytest
 from playwright.sync_api import expect, sync_playwright
 
+from mimo_plugin.core.targets import Decision
 from mimo_plugin.router.page import CONTENT_SECURITY_POLICY, HEADERS, page_files
 from tests.router.page_server import PageServer, candidate, decision, example, target, worker
 from tools.browser import BrowserError, ensure
@@ -83,10 +83,12 @@ def open_page(chromium, server):
     """Opens the page; at the end nothing may have gone wrong in it, but what a test expects."""
     contexts, problems = [], []
 
-    def opened(width=1280, height=900, expected="never", **options):
+    def opened(width=1280, height=900, expected="never", real_time=False, **options):
         context = chromium.new_context(viewport={"width": width, "height": height}, **options)
         contexts.append(context)
         page = context.new_page()
+        if not real_time:
+            page.clock.install()
 
         def note(text):
             if not re.search(expected, text):
@@ -101,6 +103,11 @@ def open_page(chromium, server):
     for context in contexts:
         context.close()
     assert problems == []
+
+
+def later(page):
+    """It is time for the next round of questions."""
+    page.clock.fast_forward(2100)
 
 
 def rows(page):
@@ -148,7 +155,9 @@ def test_the_policy_lets_nothing_in_from_elsewhere_and_no_inline_code():
 
 def test_workers_with_all_that_is_known_of_them(open_page, server):
     server.workers = [
-        worker(A, target(A, in_flight=7, decode_tokens=1_234_567, hit_tokens=300, prompt_tokens=400)),
+        worker(
+            A, target(A, in_flight=7, decode_tokens=1_234_567, hit_tokens=300, prompt_tokens=400)
+        ),
         worker(B, target(B, 0), target(B, 1, trusted=False, events={"gaps": 2}), state="draining"),
         worker("http://c:1", target("http://c:1"), exact=False, engine="sglang", role="prefill"),
         worker("http://d:1", target("http://d:1", events={"connected": False}), state="down"),
@@ -173,7 +182,7 @@ def test_workers_with_all_that_is_known_of_them(open_page, server):
 
 
 def test_it_follows_what_changes_by_itself(open_page, server):
-    page = open_page()
+    page = open_page(real_time=True)
     expect(page.locator("#workers > tbody")).to_have_count(2)
     server.workers = [worker(B, target(B, sessions=4321)), worker("http://new:1")]
     server.decisions.insert(0, decision("two", candidate(B, 64, 0.1), age_s=0))
@@ -187,7 +196,8 @@ def test_numbers_that_change_move_nothing(open_page, server):
     page = open_page()
     expect(rows(page)).to_have_count(1)
     where = """() => [...document.querySelectorAll("h2, thead th, .tile, tbody, tbody td")]
-      .map((node) => node.getBoundingClientRect()).map((box) => [box.x, box.y, box.width, box.height])
+      .map((node) => node.getBoundingClientRect())
+      .map((box) => [box.x, box.y, box.width, box.height])
     """
     before = page.evaluate(where)
     big = {
@@ -203,6 +213,7 @@ def test_numbers_that_change_move_nothing(open_page, server):
         "errors": 1,
     }
     server.workers = [worker(A, target(A, **big)), worker(B, target(B, **big))]
+    later(page)
     expect(page.locator("#workers")).to_contain_text("987,654,321", timeout=NEXT_MS)
     assert page.evaluate(where) == before
 
@@ -265,74 +276,65 @@ def test_charts_are_drawn_from_the_past_and_read_out(open_page, server):
 # Decisions
 
 
+MOST = "cheapest — 1,408 of 1,536 tokens are there"
+NONE = "none of its 1,536 tokens are there"
+TIE = "as cheap as others"
+TO_B = candidate(B, 1408, 0.5, wait_s=0.2)
+REASONS = [
+    (decision("", TO_B, candidate(A, 0, 1.0)), MOST),
+    (
+        decision("", TO_B, candidate(A, 1520, 4.0, wait_s=3.2)),
+        f"{MOST}; 10.0.0.1:8000 has 1,520, but a wait of 3.2 s",
+    ),
+    (
+        decision("", TO_B, candidate(f"{A}#1", 1520, 0.6, in_bound=False)),
+        f"{MOST}; 10.0.0.1:8000 rank 1 has 1,520, but its share of the chats too",
+    ),
+    (
+        decision("", TO_B, candidate(A, 1520, 0.6, wait_s=0, media_s=0.2)),
+        f"{MOST}; 10.0.0.1:8000 has 1,520, but not the images",
+    ),
+    (
+        decision("", TO_B | {"reserved": True}, reason="session"),
+        f"{TIE}, and the chat was here before — 1,408 of 1,536 tokens are on their way there",
+    ),
+    (
+        decision("", candidate(B, 0, 0.5), candidate(A, 0, 0.5), reason="chance"),
+        f"{TIE}, by chance — none of its 1,536 tokens are anywhere",
+    ),
+    (
+        decision("", candidate(B, 0, 0.5), candidate(A, 9, 0.6, wait_s=0), reason="work"),
+        f"{TIE}, with least work lately — {NONE}; 10.0.0.1:8000 has 9, but costs more",
+    ),
+    (
+        decision("", TO_B, reason="prefix", retries=2),
+        f"{TIE}, with most of it in full attention — {MOST[11:]} (after 2 retries)",
+    ),
+    (
+        decision("", TO_B, reason="only", prompt_tokens=0),
+        "the only one that could take it — its tokens are not known",
+    ),
+    (
+        decision("", TO_B, reason="owner", retries=1),
+        f"keeps its images and videos — {MOST[11:]} (after 1 retry)",
+    ),
+    # One that a later router may have.
+    (decision("", TO_B, reason="constructor"), f"constructor — {MOST[11:]}"),
+]
+
+
 def test_reasons_in_plain_words(open_page):
-    b_hit = candidate(B, 1408, 0.5, wait_s=0.2)
-    cases = [
-        (
-            decision("", b_hit, candidate(A, 0, 1.0)),
-            "cheapest — 1,408 of 1,536 tokens are there",
-        ),
-        (
-            decision("", b_hit, candidate(A, 1520, 4.0, wait_s=3.2)),
-            "cheapest — 1,408 of 1,536 tokens are there; "
-            "10.0.0.1:8000 has 1,520, but a wait of 3.2 s",
-        ),
-        (
-            decision("", b_hit, candidate(f"{A}#1", 1520, 0.6, in_bound=False)),
-            "cheapest — 1,408 of 1,536 tokens are there; "
-            "10.0.0.1:8000 rank 1 has 1,520, but its share of the chats too",
-        ),
-        (
-            decision("", b_hit, candidate(A, 1520, 0.6, wait_s=0, media_s=0.2)),
-            "cheapest — 1,408 of 1,536 tokens are there; "
-            "10.0.0.1:8000 has 1,520, but not the images",
-        ),
-        (
-            decision("", candidate(B, 1408, 0.5, reserved=True), reason="session"),
-            "as cheap as others, and the chat was here before — "
-            "1,408 of 1,536 tokens are on their way there",
-        ),
-        (
-            decision("", candidate(B, 0, 0.5), candidate(A, 0, 0.5), reason="chance"),
-            "as cheap as others, by chance — none of its 1,536 tokens are anywhere",
-        ),
-        (
-            decision("", candidate(B, 0, 0.5), candidate(A, 9, 0.5), reason="work"),
-            "as cheap as others, with least work lately — none of its 1,536 tokens are there",
-        ),
-        (
-            decision("", candidate(B, 64, 0.5), reason="prefix", retries=2),
-            "as cheap as others, with most of it in full attention — "
-            "64 of 1,536 tokens are there (after 2 retries)",
-        ),
-        (
-            decision("", candidate(B, 64, 0.5), reason="only", prompt_tokens=0),
-            "the only one that could take it — its tokens are not known",
-        ),
-        (
-            decision("", candidate(B, 64, 0.5), reason="owner", retries=1),
-            "keeps its images and videos — 64 of 1,536 tokens are there (after 1 retry)",
-        ),
-        # One that a later router may have.
-        (
-            decision("", candidate(B, 64, 0.5), reason="constructor"),
-            "constructor — 64 of 1,536 tokens are there",
-        ),
-    ]
-    page = open_page()
-    found = page.evaluate(
+    found = open_page().evaluate(
         'async (all) => { const { why } = await import("./page-words.js"); return all.map(why); }',
-        [one for one, _ in cases],
+        [one for one, _ in REASONS],
     )
-    assert found == [words for _, words in cases]
+    assert found == [words for _, words in REASONS]
 
 
-def test_every_reason_of_the_router_has_words(open_page):
+def test_every_reason_of_the_router_has_words():
     text = page_files()["/page-words.js"].body.decode()
-    reasons = {"only", "cost", "session", "prefix", "work", "chance", "owner"}
-    import mimo_plugin.core.targets as targets
-
-    assert set(re.findall(r"``(\w+)``", str(targets.Decision.__doc__))) - {"q"} == reasons
+    reasons = set(re.findall(r"``(\w+)``", str(Decision.__doc__))) - {"q"}
+    assert {"only", "cost", "session"} < reasons
     assert set(re.findall(r'^  \["(\w+)",', text, re.M)) == reasons
 
 
@@ -369,7 +371,10 @@ def test_a_decision_opens_to_all_its_candidates(open_page, server):
     assert cells[3][0] == "10.0.0.1:8000 rank 1"
     assert cells[3][7] == "has its share of the chats"
     expect(row.locator(".facts")).to_contain_text("wait + media + 3.5 × prefill")
-    widths = [box.bounding_box()["width"] for box in table.locator("tbody tr").nth(1).locator(".stack span").all()]
+    widths = [
+        box.bounding_box()["width"]
+        for box in table.locator("tbody tr").nth(1).locator(".stack span").all()
+    ]
     whole = table.locator(".stack").nth(1).bounding_box()["width"]
     assert [w / whole for w in widths] == pytest.approx([0.5, 0.005, 0.115], abs=0.01)
     row.locator(".c-why").click()
@@ -391,6 +396,7 @@ def test_the_keyboard_opens_one_and_it_stays_where_it_is(open_page, server):
         decision("two", candidate(A, 0, 1.0), age_s=0),
         old | {"ttft_s": 7.0},
     ]
+    later(page)
     newer = page.get_by_role("button", name="Show 2 newer")
     expect(newer).to_be_visible(timeout=NEXT_MS)
     expect(rows(page)).to_have_count(1)
@@ -438,7 +444,10 @@ def test_text_of_others_is_text(open_page, server):
             **dict.fromkeys(("session", "model", "path", "reason", "status"), HOSTILE),
         )
     ]
-    server.resident = {"prompt_tokens": 9, "targets": {HOSTILE: {"hit_tokens": 1, "full_tokens": 2}}}
+    server.resident = {
+        "prompt_tokens": 9,
+        "targets": {HOSTILE: {"hit_tokens": 1, "full_tokens": 2}},
+    }
     server.key = "right"
     page = open_page()
     rows(page).first.locator(".c-why").click()
@@ -548,7 +557,9 @@ def test_a_key_is_asked_for_when_the_router_wants_one(open_page, server):
     expect(page.locator("#workers .state").first).to_have_text("ready", timeout=NEXT_MS)
     keys = [headers.get("Authorization") for _, headers, _ in server.posted]
     assert keys == [None, None, "Bearer wrong", "Bearer right", "Bearer right"]
-    assert page.evaluate("localStorage.length + sessionStorage.length + document.cookie.length") == 0
+    assert (
+        page.evaluate("localStorage.length + sessionStorage.length + document.cookie.length") == 0
+    )
 
 
 def test_a_router_that_shows_nothing_without_a_key(open_page, server):
@@ -566,7 +577,7 @@ def test_a_router_that_shows_nothing_without_a_key(open_page, server):
 
 
 def test_the_router_is_gone_and_comes_back(open_page, server):
-    page = open_page(expected="ERR_CONNECTION_|ERR_EMPTY_RESPONSE")
+    page = open_page(expected="ERR_CONNECTION_|ERR_EMPTY_RESPONSE", real_time=True)
     expect(page.locator("#workers > tbody")).to_have_count(2)
     server.stop()
     alert = page.get_by_role("alert")
@@ -590,6 +601,7 @@ def test_an_answer_that_is_none(open_page, server):
     page = open_page(expected="SyntaxError")
     expect(page.get_by_role("alert")).to_contain_text("The router's answer can't be read.")
     server.broken = False
+    later(page)
     expect(page.locator("#banner")).to_be_hidden(timeout=NEXT_MS)
 
 
@@ -599,10 +611,13 @@ def test_pause(open_page, server):
     page.get_by_role("button", name="Pause").click()
     expect(page.locator("#updated")).to_contain_text("Paused at")
     asked = server.polls
-    time.sleep(2.6)
-    assert server.polls <= asked + 1  # one may have been on its way
+    for _ in range(3):
+        later(page)
+    page.wait_for_timeout(300)
+    assert server.polls == asked
     page.get_by_role("button", name="Pause").click()
     expect(page.locator("#updated")).to_contain_text("As of")
+    assert server.polls == asked + 1
 
 
 def test_nobody_there_yet(open_page, server):
@@ -616,22 +631,24 @@ def test_nobody_there_yet(open_page, server):
 # For everybody
 
 
-def busy(page, server):
+def busy(open_page, server, *arguments, **options):
     """The page with all that it can show."""
     server.workers, server.decisions, server.resident = example()
     server.workers[0]["state"] = "down"
+    page = open_page(*arguments, **options)
     expect(rows(page).nth(5)).to_be_visible(timeout=NEXT_MS)
     rows(page).nth(1).locator(".c-why").click()
     page.get_by_label("A prompt, or").fill("x")
     page.get_by_role("button", name="Look up").click()
     expect(page.locator(".found tbody tr")).to_have_count(5)
+    return page
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
 def test_text_has_contrast(open_page, server, scheme, width):
-    page = open_page(width, expected="ERR_CONNECTION_|ERR_EMPTY_RESPONSE", color_scheme=scheme)
-    busy(page, server)
+    gone = "ERR_CONNECTION_|ERR_EMPTY_RESPONSE"
+    page = busy(open_page, server, width, expected=gone, color_scheme=scheme)
     dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(16, 19, 17)"
     assert dark == (scheme == "dark")
     assert page.evaluate(PALE) == []
@@ -639,20 +656,21 @@ def test_text_has_contrast(open_page, server, scheme, width):
     expect(page.locator("#said")).to_be_visible()
     assert page.evaluate(PALE) == []
     server.stop()
+    later(page)
     expect(page.get_by_role("alert")).to_be_visible(timeout=NEXT_MS)
     assert page.evaluate(PALE) == []
 
 
 @pytest.mark.parametrize("width", [320, 390, 700, 1000, 1280])
 def test_nothing_is_wider_than_the_window(open_page, server, width):
-    page = open_page(width)
-    busy(page, server)
+    page = busy(open_page, server, width)
     long = "a-very-long-name-without-a-gap-" * 12
     server.workers.append(worker(f"http://{long}", model=long, version=long))
     server.decisions.insert(
         0,
         decision(long, candidate(f"http://{long}", 1, 1.0), age_s=0, session=long, model=long),
     )
+    later(page)
     page.get_by_role("button", name="Show 1 newer").click(timeout=NEXT_MS)
     rows(page).first.locator(".c-target").click()
     expect(rows(page).first.locator(".candidates")).to_be_visible()
@@ -671,8 +689,7 @@ def test_nothing_is_wider_than_the_window(open_page, server, width):
 
 
 def test_what_a_screen_reader_finds(open_page, server):
-    page = open_page()
-    busy(page, server)
+    page = busy(open_page, server)
     assert page.evaluate("document.documentElement.lang") == "en"
     for name, columns in (("Workers", 11), ("Recent decisions", 8)):
         table = page.get_by_role("table", name=name)
@@ -683,7 +700,10 @@ def test_what_a_screen_reader_finds(open_page, server):
         if control.is_visible():
             snapshot = control.aria_snapshot()
             assert re.search(r'"[^"]+"', snapshot), snapshot
-    headings = [int(tag[1]) for tag in page.evaluate("[...document.querySelectorAll('h1,h2,h3')].map(h => h.tagName)")]
+    headings = [
+        int(tag[1])
+        for tag in page.evaluate("[...document.querySelectorAll('h1,h2,h3')].map(h => h.tagName)")
+    ]
     assert headings[0] == 1
     assert headings.count(1) == 1
     # Cards keep the roles that their looks take from them.

@@ -54,7 +54,7 @@ class PageFile:
 
 @cache
 def page_files() -> Mapping[str, PageFile]:
-    """All files by the path that they have to be served at: ``/``, ``/page.css``, ``/page.js``, …"""
+    """All files by the path that they have to be served at: ``/``, ``/page.css``, …"""
     found = {}
     for entry in resources.files(__name__).iterdir():
         ending = entry.name[entry.name.rfind(".") :]

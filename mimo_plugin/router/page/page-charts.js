@@ -39,6 +39,13 @@ export class Decisions {
       .map((one) => one.ttft_s);
   }
 
+  // Requests that waited for their first token then; null: not all answers tell when that came.
+  waiting(time_s) {
+    const begun = this.all.filter((one) => one.time_s <= time_s && one.target);
+    if (begun.some((one) => one.status > 0 && one.status < 400 && !known(one.ttft_s))) return null;
+    return begun.filter((one) => known(one.ttft_s) && time_s < one.time_s + one.ttft_s).length;
+  }
+
   within(from_s, to_s) {
     return this.all.filter((one) => one.time_s > from_s && one.time_s <= to_s);
   }
@@ -71,7 +78,7 @@ export class History {
         requests_per_s: begun / RATE_S,
         hit_rate: prompt > 0 ? hit / prompt : null,
         ttft_s: quantile(decisions.firstTokens(time_s - WINDOW_S, time_s), 0.5),
-        in_flight: null,
+        in_flight: decisions.waiting(time_s),
       });
     }
   }

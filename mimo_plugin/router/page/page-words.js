@@ -106,15 +106,17 @@ const REASONS = new Map([
 ]);
 
 export function why(decision) {
+  if (!decision.target) return "no worker could take it";
   const chosen = chosenOf(decision);
   const reason = REASONS.get(decision.reason) ?? String(decision.reason ?? "unknown");
-  const tail = decision.reason === "cost" ? rival(decision, chosen) : "";
+  const tail = rival(decision, chosen);
   const again = decision.retries > 0 ? ` (after ${plural(decision.retries, "retry", "retries")})` : "";
   return `${reason} — ${there(decision, chosen)}${tail}${again}`;
 }
 
 // How the forecast of a hit compares with what the engine said: [level, text].
 export function forecast(decision) {
+  if (!decision.target) return ["none", ""];
   const actual = decision.actual_hit_tokens;
   const said = decision.predicted_hit_tokens ?? decision.hit_tokens;
   if (!known(actual)) return ["none", "forecast"];
@@ -124,7 +126,8 @@ export function forecast(decision) {
 
 // What a request's line says about how it went: [level, text].
 export function outcome(status) {
-  if (!known(status)) return status ? ["none", String(status)] : ["none", "running"];
+  if (!status) return ["none", "running"];
+  if (!known(status)) return ["none", String(status)];
   return [status < 400 ? "good" : "bad", String(status)];
 }
 

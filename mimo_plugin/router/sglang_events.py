@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What SGLang publishes of its cache and says of itself, where that differs from vLLM.
+
+Frames, sequence numbers, replay and ranks' ports are vLLM's, and events are maps with a ``type``
+too (``sglang.srt.disaggregation.kv_events``). An event tells a page's tokens, adapter and salt, and
+the tier that it lies in; it tells of the radix tree, that is of full attention. Pages whose
+sliding-window KV is given up ("tombstones") are told by nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from mimo_plugin.config import KvConfig
+from mimo_plugin.core.beliefs import Cache
+from mimo_plugin.core.event_names import EngineEvent, EngineStored
+from mimo_plugin.core.kv_events import AllBlocksCleared, BlockRemoved
+from mimo_plugin.core.retention import Ladder, RetentionRule
+from mimo_plugin.core.sglang_names import block_tokens_of
+from mimo_plugin.core.window import GroupGeometry
+from mimo_plugin.errors import setting_error
+from mimo_plugin.router.event_wire import PayloadError
+
+PLUGIN_BACKEND = "mimo"
+"""``radix_cache_backend`` of a worker with the plugin's feature ``kv``."""
+
+
+class _Wire(msgspec.Struct, gc=False):
+    """Fields of all events; those that a type lacks keep their defaults."""
+
+    type: str
+    block_hashes: list[int] = []
+    parent_block_hash: int | None = None
+    token_ids: list[int | tuple[int, int]] = []
+    block_size: int = 0
+    medium: str | None = None
+    lora_name: str | None = None
+    cache_salt: str | None = None
+
+
+class _Batch(msgspec.Struct, array_like=True, gc=False):
+    ts: float
+    events: list[_Wire]
+
+
+_decoder = msgspec.msgpack.Decoder(_Batch)
+
+
+def decode(payload: bytes) -> tuple[list[EngineEvent], int]:
+    """Events of a batch, and how many were of unknown types (left out).
+
+    With speculative decoding SGLang's pages hold pairs of tokens, each with the one that follows;
+    the first ones are taken. The salt becomes the extra key of an event's first page.
+
+    Raises:
+        PayloadError: it is not what a publisher sends. What it told is lost.
+    """
+    try:
+        batch = _decoder.decode(payload)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise PayloadError(str(error)) from error
+    events: list[EngineEvent] = []
+    unknown = 0
+    for wire in batch.events:
+        if wire.type == "BlockStored":
+            tokens = [token if isinstance(token, int) else token[0] for token in wire.token_ids]
+            events.append(
+                EngineStored(
+                    block_hashes=wire.block_hashes,
+                    parent_block_hash=wire.parent_block_hash,
+                    token_ids=tokens,
+                    block_size=wire.block_size,
+                    extra_keys=[(wire.cache_salt,)] if wire.cache_salt else None,
+                    lora_name=wire.lora_name,
+                    medium=wire.medium,
+                )
+            )
+        elif wire.type == "BlockRemoved":
+            events.append(BlockRemoved(wire.block_hashes, None, wire.medium))
+        elif wire.type == "AllBlocksCleared":
+            events.append(AllBlocksCleared())
+        else:
+            unknown += 1
+    return events, unknown
+
+
+@dataclass(frozen=True, slots=True)
+class SglangCache:
+    """What :meth:`mimo_plugin.core.lookups.Lookups.add_approximate` needs of one rank.
+
+    Attributes:
+        cache: how much it holds, and by which rules.
+        block_tokens: of the blocks that count.
+    """
+
+    cache: Cache
+    block_tokens: int
+
+
+def sglang_cache(
+    info: Mapping[str, Any],
+    hash_block_tokens: int,
+    *,
+    told: bool,
+    window_tokens: int | None,
+    rank: int = 0,
+) -> SglangCache:
+    """Read a worker's ``/server_info``; what it does not say stays unknown.
+
+    Args:
+        info: its answer.
+        hash_block_tokens: of the router's hashes of prompts.
+        told: its events are read.
+        window_tokens: sliding window of the model, the query's own token included; None: it has
+            none.
+        rank: data-parallel rank.
+
+    Raises:
+        ConfigError: its pages don't fit the router's hashes.
+    """
+    page = _positive(info.get("page_size")) or hash_block_tokens
+    try:
+        block_tokens = block_tokens_of(page, hash_block_tokens)
+    except ValueError:
+        raise setting_error(
+            "--page-size (of the SGLang worker)",
+            page,
+            f"a multiple or a divisor of {hash_block_tokens}",
+            "give all workers page and block sizes of which one divides the other",
+        ) from None
+    states = info.get("internal_states")
+    state = states[rank] if isinstance(states, list) and rank < len(states) else {}
+    usage = state.get("memory_usage") if isinstance(state, dict) else None
+    usage = usage if isinstance(usage, dict) else {}
+    full = _positive(usage.get("token_capacity")) or _positive(info.get("max_total_num_tokens"))
+    windows = _positive(usage.get("token_capacity_swa"))
+    if info.get("enable_hierarchical_cache"):
+        # What leaves the device stays on the host for a while, and is loaded back on a hit.
+        times = 1 + max(0.0, float(info.get("hicache_ratio") or 0.0))
+        full = int(full * times) if full else None
+        windows = int(windows * times) if windows else None
+    rule = None
+    if info.get("radix_cache_backend") == PLUGIN_BACKEND and window_tokens is not None:
+        rule = retention_rule(window_tokens, block_tokens)
+    cache = Cache(told, full, windows, _positive(info.get("chunked_prefill_size")), rule)
+    return SglangCache(cache, block_tokens)
+
+
+def retention_rule(window_tokens: int, block_tokens: int) -> RetentionRule:
+    """The plugin's rule on SGLang with its default settings (``engines/sglang/kv/settings.py``).
+
+    A worker does not tell its settings; where they differ, its answers correct what is believed.
+    """
+    config = KvConfig()
+    group = GroupGeometry(block_tokens, window_tokens)
+    smallest = config.ladder_min_tokens or max(group.window_blocks * block_tokens, block_tokens)
+    return RetentionRule(
+        alignment_tokens=block_tokens,
+        lookahead_tokens=0,
+        classes=frozenset(config.classes),
+        ladder=Ladder(smallest, config.ladder_growth, block_tokens),
+    )
+
+
+def _positive(value: Any) -> int | None:
+    return value if isinstance(value, int) and value > 0 else None
