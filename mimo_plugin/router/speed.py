@@ -6,7 +6,8 @@ Such a request took ``fixed + cost / rate`` seconds, with the cost in equivalent
 values change nothing.
 
 Costs that differ decide where a request goes, and noise must not: workers count as equally fast,
-at the median of all, unless one is clearly slower or faster.
+at the median of all, unless one is clearly slower or faster. That takes four of five of its
+requests: one that seems fast by chance gets all, and the others nothing to show the mistake by.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ _SAMPLES = 48
 _FIRST = 8  # samples before the first fit
 _EVERY = 8  # samples between two fits
 _CLEARLY = 1.5
+_ENOUGH = 32  # samples before a target may differ
 _SLOWEST, _FASTEST = 10.0, 1e7  # equivalent tokens per second
 _LONGEST_FIXED_S = 5.0
 
@@ -70,9 +72,18 @@ class Speeds:
         rate = median(rate for rate, _ in self._fits.values())
         fixed_s = median(fixed for _, fixed in self._fits.values())
         own = self._fits.get(target)
-        if own is not None and not 1 / _CLEARLY < own[0] / rate < _CLEARLY:
+        if own is not None and self._differs(target, rate, fixed_s):
             rate = own[0]
         return replace(self.start, tokens_per_s=rate, fixed_s=fixed_s)
+
+    def _differs(self, target: str, rate: float, fixed_s: float) -> bool:
+        """Most of its requests took clearly more or less time than the median of all says."""
+        samples = self._samples[target]
+        if len(samples) < _ENOUGH:
+            return False
+        ratios = sorted(seconds / (fixed_s + cost / rate) for cost, seconds in samples)
+        fifth = len(ratios) // 5
+        return ratios[fifth] > _CLEARLY or ratios[-1 - fifth] < 1 / _CLEARLY
 
 
 def fit(samples: list[tuple[float, float]], usual_fixed_s: float) -> tuple[float, float]:
