@@ -50,7 +50,10 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
         names = archive.namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"mimo_plugin"}
     assert "mimo_plugin/py.typed" in names
-    expected = {str(path.relative_to(ROOT)) for path in (ROOT / "mimo_plugin").rglob("*.py")}
+    package = ROOT / "mimo_plugin"
+    expected = {str(path.relative_to(ROOT)) for path in package.rglob("*.py")}
+    page = (path for path in (package / "router" / "page").iterdir() if path.is_file())
+    expected |= {str(path.relative_to(ROOT)) for path in page}
     assert expected <= set(names)
 
 

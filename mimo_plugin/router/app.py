@@ -273,6 +273,7 @@ class App:
             "sessions": service.router.sessions_of(name),
             "blocks": service.knowledge.blocks_of(name),
             "trusted": service.knowledge.is_trusted(name),
+            "known_from": service.knowledge.how(name),
             "hit_tokens": count.hit_tokens,
             "prompt_tokens": count.prompt_tokens,
             "requests": count.requests,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import gcd, lcm
 
 from mimo_plugin.core.beliefs import Cache
@@ -22,6 +22,7 @@ from mimo_plugin.core.named_index import NamedIndex
 from mimo_plugin.core.reservations import Reservations
 from mimo_plugin.core.residency import ResidencyIndex
 from mimo_plugin.core.sglang_names import block_tokens_of
+from mimo_plugin.router import event_wire, sglang_events
 from mimo_plugin.router.events import EventReader
 from mimo_plugin.router.probe import Facts, Source
 from mimo_plugin.router.prompt import Prompt
@@ -100,12 +101,6 @@ class Knowledge:
             index = self.lookups.add_exact(target, facts.layout)
             self._exact[id(index)] = index
         else:
-            cache = Cache(
-                source is not None,
-                facts.capacity_tokens,
-                facts.window_capacity_tokens,
-                facts.chunk_tokens,
-            )
             try:
                 block_tokens = block_tokens_of(
                     facts.hash_tokens or self.hash_tokens, self.hash_tokens
@@ -113,7 +108,16 @@ class Knowledge:
             except ValueError as error:
                 log.warning("%s: its events are not read: %s", target, error)
                 source, block_tokens = None, self.hash_tokens
-                cache = replace(cache, told=False)
+            rule = None
+            if facts.engine == "sglang" and facts.keeps_windows and self._window_tokens:
+                rule = sglang_events.retention_rule(self._window_tokens, block_tokens)
+            cache = Cache(
+                source is not None,
+                facts.capacity_tokens,
+                facts.window_capacity_tokens,
+                facts.chunk_tokens,
+                rule,
+            )
             self.lookups.add_approximate(
                 target,
                 cache,
@@ -127,6 +131,7 @@ class Knowledge:
                 source.replay,
                 self.lookups.index(target),
                 topic=source.topic,
+                decode=sglang_events.decode if facts.engine == "sglang" else event_wire.decode,
             )
             task = asyncio.create_task(self._read(target, reader), name=f"events {target}")
             task.add_done_callback(_report)

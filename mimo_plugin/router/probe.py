@@ -22,6 +22,7 @@ import aiohttp
 import msgspec
 
 from mimo_plugin.router.settings import WorkerSpec, rank_address
+from mimo_plugin.router.sglang_events import sglang_sizes
 
 _MOST_BYTES = 16 << 20  # of an answer to a question
 _CACHE_INFO = re.compile(r"^vllm:cache_config_info\{(?P<labels>.*)\}", re.MULTILINE)
@@ -253,10 +254,7 @@ def _sglang_facts(
                 rank_address(reachable(str(replay), spec.url), rank) if replay else None,
                 str(config.get("topic") or ""),
             )
-    page = info.get("page_size")
-    states = info.get("internal_states")
-    state = states[0] if isinstance(states, list) and states else {}
-    state = state if isinstance(state, dict) else {}
+    sizes = sglang_sizes(info)
     ranks, sources = _ranked(spec, list(range(count)), said)
     return Facts(
         "sglang",
@@ -265,11 +263,11 @@ def _sglang_facts(
         adapters,
         ranks=ranks,
         sources=sources,
-        hash_tokens=page if isinstance(page, int) and page > 0 else None,
-        capacity_tokens=_positive(state.get("max_total_num_tokens"))
-        or _positive(info.get("max_total_num_tokens")),
-        window_capacity_tokens=_positive(info.get("swa_max_total_num_tokens")),
-        chunk_tokens=_positive(info.get("chunked_prefill_size")),
+        hash_tokens=sizes.page_tokens,
+        capacity_tokens=sizes.capacity_tokens,
+        window_capacity_tokens=sizes.window_capacity_tokens,
+        chunk_tokens=sizes.chunk_tokens,
+        keeps_windows=sizes.keeps_windows,
     )
 
 
@@ -293,10 +291,6 @@ def _ranked(
             continue
         sources[None if alone else rank] = source
     return ((None,) if alone else tuple(numbers)), sources
-
-
-def _positive(value: Any) -> int | None:
-    return value if isinstance(value, int) and value > 0 else None
 
 
 def _digits(labels: Mapping[str, str], key: str) -> bool:

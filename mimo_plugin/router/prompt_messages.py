@@ -62,10 +62,11 @@ def _message(
         raise NotLocal("content is neither text nor a list")
     texts, marked = _parts(parts, role, isinstance(content, str), content_format, already_cut)
     result: dict[str, Any] = {"role": role}
-    if content_format == "openai" and role != "tool":
-        result["content"] = texts
-    else:
-        result["content"] = "\n".join(part["text"] for part in texts if "text" in part)
+    if content_format == "openai":
+        plain = [part["text"] for part in texts if "text" in part]
+        result["content"] = "\n".join(plain) if role == "tool" else texts
+    else:  # empty texts are dropped in this format only
+        result["content"] = "\n".join(part["text"] for part in texts if part.get("text"))
     if role == "assistant":
         _assistant(message, result)
     elif role == "tool" and "tool_call_id" in message:

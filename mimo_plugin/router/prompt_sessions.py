@@ -157,8 +157,9 @@ def media_of(body: Mapping[str, Any]) -> tuple[str, ...]:
         messages = body.get("input")
     if isinstance(messages, Sequence) and not isinstance(messages, (str, bytes)):
         for message in messages:
-            if isinstance(message, Mapping):
-                keys.update(dict.fromkeys(media_keys(message.get("content"))))
+            content = message.get("content") if isinstance(message, dict) else None
+            if isinstance(content, list):
+                keys.update(dict.fromkeys(media_keys(content)))
     keys.update(dict.fromkeys(media_keys(body.get("content_parts"))))
     for name in ("image_data", "video_data", "audio_data"):  # SGLang's /generate
         for item in _items(body.get(name)):

@@ -20,9 +20,7 @@ from mimo_plugin.core.beliefs import Cache
 from mimo_plugin.core.event_names import EngineEvent, EngineStored
 from mimo_plugin.core.kv_events import AllBlocksCleared, BlockRemoved
 from mimo_plugin.core.retention import Ladder, RetentionRule
-from mimo_plugin.core.sglang_names import block_tokens_of
 from mimo_plugin.core.window import GroupGeometry
-from mimo_plugin.errors import setting_error
 from mimo_plugin.router.event_wire import PayloadError
 
 PLUGIN_BACKEND = "mimo"
@@ -89,65 +87,70 @@ def decode(payload: bytes) -> tuple[list[EngineEvent], int]:
 
 
 @dataclass(frozen=True, slots=True)
-class SglangCache:
-    """What :meth:`mimo_plugin.core.lookups.Lookups.add_approximate` needs of one rank.
+class SglangSizes:
+    """What a worker's ``/server_info`` says of the cache of one rank; None: it does not say.
 
     Attributes:
-        cache: how much it holds, and by which rules.
-        block_tokens: of the blocks that count.
+        page_tokens: of a page, the unit of its hits and events.
+        capacity_tokens, window_capacity_tokens: of the pools for full attention and windows, and of
+            the host's copies of them where there are any.
+        chunk_tokens: of one prefill step; a window is kept at its end.
+        keeps_windows: the worker runs the plugin's feature ``kv``.
     """
 
-    cache: Cache
-    block_tokens: int
+    page_tokens: int | None
+    capacity_tokens: int | None
+    window_capacity_tokens: int | None
+    chunk_tokens: int | None
+    keeps_windows: bool
 
 
-def sglang_cache(
-    info: Mapping[str, Any],
-    hash_block_tokens: int,
-    *,
-    told: bool,
-    window_tokens: int | None,
-    rank: int = 0,
-) -> SglangCache:
-    """Read a worker's ``/server_info``; what it does not say stays unknown.
+def sglang_sizes(info: Mapping[str, Any], rank: int = 0) -> SglangSizes:
+    """Read the answer of ``/server_info``.
 
     Args:
-        info: its answer.
-        hash_block_tokens: of the router's hashes of prompts.
-        told: its events are read.
-        window_tokens: sliding window of the model, the query's own token included; None: it has
-            none.
+        info: the answer.
         rank: data-parallel rank.
-
-    Raises:
-        ConfigError: its pages don't fit the router's hashes.
     """
-    page = _positive(info.get("page_size")) or hash_block_tokens
-    try:
-        block_tokens = block_tokens_of(page, hash_block_tokens)
-    except ValueError:
-        raise setting_error(
-            "--page-size (of the SGLang worker)",
-            page,
-            f"a multiple or a divisor of {hash_block_tokens}",
-            "give all workers page and block sizes of which one divides the other",
-        ) from None
     states = info.get("internal_states")
     state = states[rank] if isinstance(states, list) and rank < len(states) else {}
     usage = state.get("memory_usage") if isinstance(state, dict) else None
     usage = usage if isinstance(usage, dict) else {}
     full = _positive(usage.get("token_capacity")) or _positive(info.get("max_total_num_tokens"))
     windows = _positive(usage.get("token_capacity_swa"))
-    if info.get("enable_hierarchical_cache"):
+    ratio = info.get("hicache_ratio")
+    if info.get("enable_hierarchical_cache") and isinstance(ratio, int | float) and ratio > 0:
         # What leaves the device stays on the host for a while, and is loaded back on a hit.
-        times = 1 + max(0.0, float(info.get("hicache_ratio") or 0.0))
-        full = int(full * times) if full else None
-        windows = int(windows * times) if windows else None
+        full = int(full * (1 + ratio)) if full else None
+        windows = int(windows * (1 + ratio)) if windows else None
+    return SglangSizes(
+        _positive(info.get("page_size")),
+        full,
+        windows,
+        _positive(info.get("chunked_prefill_size")),
+        info.get("radix_cache_backend") == PLUGIN_BACKEND,
+    )
+
+
+def sglang_cache(
+    sizes: SglangSizes, block_tokens: int, *, told: bool, window_tokens: int | None
+) -> Cache:
+    """What is known of a rank's cache.
+
+    Args:
+        sizes: of the rank.
+        block_tokens: of the blocks that count (see ``block_tokens_of`` in
+            :mod:`mimo_plugin.core.sglang_names`).
+        told: its events are read.
+        window_tokens: sliding window of the model, the query's own token included; None: it has
+            none.
+    """
     rule = None
-    if info.get("radix_cache_backend") == PLUGIN_BACKEND and window_tokens is not None:
+    if sizes.keeps_windows and window_tokens is not None:
         rule = retention_rule(window_tokens, block_tokens)
-    cache = Cache(told, full, windows, _positive(info.get("chunked_prefill_size")), rule)
-    return SglangCache(cache, block_tokens)
+    return Cache(
+        told, sizes.capacity_tokens, sizes.window_capacity_tokens, sizes.chunk_tokens, rule
+    )
 
 
 def retention_rule(window_tokens: int, block_tokens: int) -> RetentionRule:

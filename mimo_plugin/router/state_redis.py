@@ -21,15 +21,17 @@ import asyncio
 import logging
 import secrets
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from random import Random
 from typing import Any
 
 import msgspec
 
 from mimo_plugin.router.state import Change, Done, Listener, Sent, WorkerChanged
+from mimo_plugin.router.state_batch import BatchWriter
+from mimo_plugin.router.state_limits import ServerClock, StateLimits
 from mimo_plugin.router.state_peers import SEQ, WHOLE, OpenRequests, Peers, encode, field_of
+from mimo_plugin.router.state_sessions import SharedSessions
 from mimo_plugin.router.state_snapshots import Snapshots
 from mimo_plugin.router.state_url import (
     StateUnavailable,
@@ -46,52 +48,13 @@ log = logging.getLogger(__name__)
 _CHUNK = 500  # fields or members of one command
 
 
-@dataclass(frozen=True, slots=True)
-class StateLimits:
-    """What the state may cost.
-
-    Attributes:
-        timeout_s: longest time for the server to accept or to answer.
-        heartbeat_s: between signs of life.
-        lease_s: silence after which a process counts as dead, and its requests no more.
-        flush_s: least time between two batches.
-        retry_s: longest time between attempts to connect.
-        queue_changes: waiting for the server; beyond it others learn from what is in flight.
-        queue_bytes: the same in bytes.
-        stream_batches: kept for others.
-        stream_s: the same in time.
-        open_requests: in flight in one process.
-        sessions: remembered.
-        session_ttl_s: how long.
-        snapshot_bytes: of one target, compressed; larger ones are not kept.
-        snapshot_ttl_s: how long.
-        snapshot_lease_s: how long nobody else writes a target's snapshot after one did.
-    """
-
-    timeout_s: float = 2.0
-    heartbeat_s: float = 1.0
-    lease_s: float = 5.0
-    flush_s: float = 0.004
-    retry_s: float = 2.0
-    queue_changes: int = 20_000
-    queue_bytes: int = 64 << 20
-    stream_batches: int = 20_000
-    stream_s: float = 15.0
-    open_requests: int = 20_000
-    sessions: int = 100_000
-    session_ttl_s: float = 600.0
-    snapshot_bytes: int = 256 << 20
-    snapshot_ttl_s: float = 3600.0
-    snapshot_lease_s: float = 20.0
-
-
 class RedisState:
     """See the module, and :class:`~mimo_plugin.router.state.SharedState`.
 
     Args:
         url: of the server; ``?namespace=`` keeps apart who shares a server, not workers.
         clock: of the listener's times.
-        limits: what it may cost.
+        limits: what it may cost; None: the usual.
 
     Raises:
         ConfigError: the URL is none.
@@ -104,7 +67,7 @@ class RedisState:
         self.process = secrets.token_hex(6)
         self.where = StateUrl.parse(url)
         self._limits = limits = limits or StateLimits()
-        self._clock = clock
+        self._clock = ServerClock(clock)
         self._errors: tuple[type[Exception], ...] = (
             library().exceptions.RedisError,
             OSError,
@@ -112,13 +75,13 @@ class RedisState:
         )
         self._client = client(self.where, limits.timeout_s)
         self._prefix = f"mimo-router:1:{self.where.namespace}:"
-        self._offset_us = 0.0  # of the server's clock, less ours
         self._seq = 0  # of the last change
         self._open = OpenRequests(limits.open_requests)
         self._queue: deque[tuple[int, float, Change, int]] = deque()  # number, time, change, bytes
         self._queue_bytes = 0
         self._whole_at_seq: int | None = None  # what was written in full; None: nothing
-        self._wake, self._write_sessions_now = asyncio.Event(), asyncio.Event()
+        self._wake = asyncio.Event()
+        self._later: asyncio.TimerHandle | None = None  # wakes the writer
         self._task: asyncio.Task[None] | None = None
         self._connected = False
         self._lost_s = clock()
@@ -130,6 +93,8 @@ class RedisState:
         self._peers: Peers
         self._workers: SharedWorkers
         self._loading = asyncio.Lock()
+        self._batches = BatchWriter(self._client, self._prefix, self.process, limits.stream_batches)
+        self._sessions = SharedSessions(self._client, self._prefix, self._clock, limits)
         self._snapshots = Snapshots(self._client, self._prefix, self.process, limits)
 
     # What a router calls
@@ -138,7 +103,7 @@ class RedisState:
         """See :class:`~mimo_plugin.router.state.SharedState`."""
         self._listener = listener
         self._workers = SharedWorkers(listener, self.process, given)
-        self._peers = Peers(listener, self._workers.merge, self._local_s)
+        self._peers = Peers(listener, self._workers.merge, self._clock.local_s)
         try:
             require_version((await self._client.info("server"))["redis_version"], self.where)
             await self._join()
@@ -152,9 +117,9 @@ class RedisState:
 
     def publish(self, change: Change) -> None:
         """See :class:`~mimo_plugin.router.state.SharedState`."""
-        now_s = self._clock()
+        now_s = self._clock.local()
         if isinstance(change, WorkerChanged):
-            change = self._workers.stamp(change, self._server_us(now_s))
+            change = self._workers.stamp(change, self._clock.us(now_s))
         elif not isinstance(change, Sent) and change.id not in self._open:
             return  # over already
         self._push(change, now_s)
@@ -199,8 +164,7 @@ class RedisState:
     async def close(self) -> None:
         """See :class:`~mimo_plugin.router.state.SharedState`."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await _end([self._task])
             self._task = None
             if self._connected:
                 try:
@@ -221,12 +185,6 @@ class RedisState:
     def _key(self, name: str) -> str:
         return self._prefix + name
 
-    def _server_us(self, local_s: float) -> int:
-        return round(local_s * 1e6 + self._offset_us)
-
-    def _local_s(self, server_us: int) -> float:
-        return min(self._clock(), (server_us - self._offset_us) / 1e6)
-
     def _push(self, change: Change, now_s: float) -> None:
         self._seq += 1
         if not self._connected:
@@ -237,13 +195,22 @@ class RedisState:
         limits = self._limits
         if len(self._queue) > limits.queue_changes or self._queue_bytes > limits.queue_bytes:
             self._counts["dropped"] += len(self._queue)
+            self._sessions.unheard_since(self._queue[0][1])
             self._empty()
             self._whole_at_seq = None
-        self._wake.set()
+            self._wake.set()
+        if isinstance(change, Sent | WorkerChanged):
+            self._wake.set()
+        elif self._later is None:
+            loop = asyncio.get_running_loop()
+            self._later = loop.call_later(limits.patience_s, self._wake.set)
 
     def _empty(self) -> None:
         self._queue.clear()
         self._queue_bytes = 0
+        if self._later is not None:
+            self._later.cancel()
+            self._later = None
 
     # The connection's life
 
@@ -253,6 +220,8 @@ class RedisState:
             try:
                 if not first:
                     await self._join()
+                    quiet_s = self._limits.lease_s + self._limits.timeout_s
+                    self._sessions.unheard_since(self._lost_s - quiet_s)
                     log.info("shared state: %s is back", self.where.shown)
                     self._counts["reconnects"] += 1
                 first, wait_s = False, 0.05
@@ -262,7 +231,7 @@ class RedisState:
             except Exception as error:  # a listener's, say; the task must not end
                 log.exception("shared state: begins again")
                 self._lost(error)
-            if self._clock() - self._lost_s > self._limits.lease_s:
+            if self._clock.local() - self._lost_s > self._limits.lease_s:
                 self._peers.drop_all()
             await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
             wait_s = min(2 * wait_s, self._limits.retry_s)
@@ -270,7 +239,7 @@ class RedisState:
     def _lost(self, error: Exception) -> None:
         self._last_error = failure(error)
         if self._connected:
-            self._lost_s = self._clock()
+            self._lost_s = self._clock.local()
             log.warning(
                 "shared state: lost %s (%s); this process routes by what it knows",
                 self.where.shown,
@@ -281,7 +250,7 @@ class RedisState:
         self._whole_at_seq = None
 
     def _parts(self) -> list[Coroutine[Any, Any, None]]:
-        return [self._write(), self._read(), self._beat(), self._write_sessions()]
+        return [self._write(), self._read(), self._beat(), self._sessions.keep(self._listener)]
 
     async def _work(self) -> None:
         """Until something fails; that is raised."""
@@ -289,31 +258,18 @@ class RedisState:
         try:
             await asyncio.gather(*tasks)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await _end(tasks)
 
     async def _join(self) -> None:
         """Learn what is there, and write what is here."""
-        await self._measure_clock()
+        await self._clock.measure(self._client, anew=True)
         last = await self._client.xrevrange(self._key("stream"), count=1)
         self._cursor = last[0][0] if last else b"0-0"
         await self._meet_workers()
         self._connected = True
         await self._write_whole()
         await self._meet(await self._alive())
-        for member, at_us in await self._client.zrange(
-            self._key("sessions"), -self._limits.sessions, -1, withscores=True
-        ):
-            session, _, target = member.decode().rpartition("\0")
-            self._listener.session(session, target, self._local_s(int(at_us)))
-        self._write_sessions_now.set()
-
-    async def _measure_clock(self) -> None:
-        before_s = self._clock()
-        seconds, micros = await self._client.time()
-        middle_us = (before_s + self._clock()) * 0.5e6
-        self._offset_us = seconds * 1_000_000 + micros - middle_us
+        await self._sessions.learn(self._listener)
 
     # Writing
 
@@ -331,36 +287,19 @@ class RedisState:
         changes = list(self._queue)
         self._empty()
         touched = {c.id for _, _, c, _ in changes if not isinstance(c, WorkerChanged)}
-        fields = {name: self._open.field(name, self._server_us) for name in touched}
+        fields = {name: self._open.field(name, self._clock.us) for name in touched}
         alive = {field_of(name): data for name, data in fields.items() if data is not None}
         over = [field_of(name) for name, data in fields.items() if data is None]
         seq = changes[-1][0]
-        stamped = [(self._server_us(at_s), change) for _, at_s, change, _ in changes]
+        stamped = [(self._clock.us(at_s), change) for _, at_s, change, _ in changes]
         sessions = {
-            f"{change.session}\0{change.target}": at_us
+            self._sessions.member(change.session, change.target): at_us
             for at_us, change in stamped
             if isinstance(change, Sent) and change.session is not None
         }
         workers = {c.url: encode(c) for _, c in stamped if isinstance(c, WorkerChanged)}
-        own = self._key("open:" + self.process)
-        async with self._client.pipeline(transaction=True) as batch:
-            self._add(batch, changes[0][0], stamped)
-            batch.hset(own, mapping={SEQ: seq, **alive})
-            if over:
-                batch.hdel(own, *over)
-            if sessions:
-                batch.zadd(self._key("sessions"), sessions)
-            if workers:
-                batch.hset(self._key("workers"), mapping=workers)
-            await batch.execute()
-
-    def _add(self, batch: Any, first_seq: int, stamped: list[tuple[int, Change]]) -> None:
-        batch.xadd(
-            self._key("stream"),
-            {"by": self.process, "is": encode((first_seq, stamped))},
-            maxlen=self._limits.stream_batches,
-            approximate=True,
-        )
+        alive[SEQ] = str(seq).encode()
+        await self._batches.write(encode((changes[0][0], stamped)), alive, over, sessions, workers)
 
     async def _write_whole(self) -> None:
         """All that is in flight here, and a batch of nothing that tells the others to read it."""
@@ -372,28 +311,15 @@ class RedisState:
             batch.unlink(own)
             for start in range(0, len(names), _CHUNK):
                 part = {
-                    field_of(name): self._open.field(name, self._server_us)
+                    field_of(name): self._open.field(name, self._clock.us)
                     for name in names[start : start + _CHUNK]
                 }
                 batch.hset(own, mapping=part)
             batch.hset(own, mapping={SEQ: seq, WHOLE: 1})
             batch.pexpire(own, self._lease_ms(4))
-            batch.zadd(self._key("processes"), {self.process: self._server_us(self._clock())})
-            self._add(batch, seq + 1, [])
+            batch.zadd(self._key("processes"), {self.process: self._clock.now_us()})
+            batch.xadd(self._key("stream"), {"by": self.process, "is": encode((seq + 1, []))})
             await batch.execute()
-
-    async def _write_sessions(self) -> None:
-        """All that are known here; what others wrote later stays."""
-        while True:
-            await self._write_sessions_now.wait()
-            self._write_sessions_now.clear()
-            known = list(self._listener.sessions())
-            for start in range(0, len(known), _CHUNK):
-                part = {
-                    f"{session}\0{target}": self._server_us(at_s)
-                    for session, target, at_s in known[start : start + _CHUNK]
-                }
-                await self._client.zadd(self._key("sessions"), part, gt=True)
 
     # Reading
 
@@ -411,6 +337,9 @@ class RedisState:
                         self._cursor = entry
 
     async def _take(self, entry: bytes, fields: Mapping[bytes, bytes]) -> None:
+        if b"sessions" in fields:
+            self._sessions.take(fields[b"sessions"], self._listener)
+            return
         if b"gone" in fields:
             self._peers.drop(fields[b"gone"].decode())
             return
@@ -418,10 +347,13 @@ class RedisState:
         if process == self.process:
             return
         sent_ms = int(entry.split(b"-")[0])
-        self._lag_s = max(0.0, self._clock() - (sent_ms * 1000 - self._offset_us) / 1e6)
+        self._lag_s = self._clock.age_s(sent_ms * 1000)
         try:
             if not self._peers.take(process, fields[b"is"]):
                 await self._load(process)
+                # What is over was missed too, and where it was.
+                since_ms = int(self._cursor.split(b"-")[0])
+                await self._sessions.learn(self._listener, (since_ms - 1000) * 1000)
         except (msgspec.MsgspecError, ValueError) as error:
             self._undecodable(process, error)
 
@@ -446,7 +378,7 @@ class RedisState:
 
     async def _alive(self) -> list[str]:
         """Processes that were heard of lately, but for this one."""
-        least_us = self._server_us(self._clock()) - self._lease_ms() * 1000
+        least_us = self._clock.now_us() - self._lease_ms() * 1000
         found = await self._client.zrangebyscore(self._key("processes"), least_us, "+inf")
         return [name.decode() for name in found if name.decode() != self.process]
 
@@ -464,7 +396,7 @@ class RedisState:
     async def _meet_workers(self) -> None:
         key = self._key("workers")
         written, forgotten = self._workers.meet(
-            await self._client.hgetall(key), self._server_us(self._clock())
+            await self._client.hgetall(key), self._clock.now_us()
         )
         if written:
             await self._client.hset(key, mapping=written)
@@ -475,8 +407,9 @@ class RedisState:
         limits = self._limits
         while True:
             await asyncio.sleep(limits.heartbeat_s)
-            await self._measure_clock()
-            now_us = self._server_us(self._clock())
+            await self._clock.measure(self._client)
+            now_s = self._clock.local()
+            now_us = self._clock.us(now_s)
             own = self._key("open:" + self.process)
             async with self._client.pipeline(transaction=False) as batch:
                 batch.zadd(self._key("processes"), {self.process: now_us})
@@ -486,15 +419,24 @@ class RedisState:
                 batch.xtrim(
                     self._key("stream"), minid=round(now_us / 1000 - limits.stream_s * 1000)
                 )
-                sessions = self._key("sessions")
-                least_us = now_us - round(limits.session_ttl_s * 1e6)
-                batch.zremrangebyscore(sessions, "-inf", least_us)
-                batch.zremrangebyrank(sessions, 0, -limits.sessions - 1)
+                self._sessions.trim(batch)
                 batch.hexists(own, WHOLE)
                 whole = (await batch.execute())[-1]
             if not whole:  # the server was emptied
                 self._whole_at_seq = None
                 self._wake.set()
-                self._write_sessions_now.set()
+                self._sessions.unheard_since(now_s - limits.lease_s)
             await self._meet_workers()
             await self._meet(await self._alive())
+
+
+async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Cancel tasks until they have ended: ``asyncio.wait_for`` of Python 3.11 may lose a cancel."""
+    alive = set(tasks)
+    while alive:
+        for task in alive:
+            task.cancel()
+        _, alive = await asyncio.wait(alive, timeout=0.05)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # was told by who waited for it

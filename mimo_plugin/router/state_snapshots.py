@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
-if TYPE_CHECKING:
-    from mimo_plugin.router.state_redis import StateLimits
+from mimo_plugin.router.state_limits import StateLimits
 
 _PIECE_BYTES = 1 << 20  # a server serves nobody else meanwhile
 _HEAD = b"head"

@@ -92,7 +92,7 @@ def client(where: StateUrl, timeout_s: float) -> Any:
     """
     redis = library()
     try:
-        return redis.asyncio.Redis.from_url(
+        made = redis.asyncio.Redis.from_url(
             where.url,
             protocol=2,
             socket_timeout=timeout_s,
@@ -100,6 +100,8 @@ def client(where: StateUrl, timeout_s: float) -> Any:
             retry=redis.asyncio.retry.Retry(redis.backoff.NoBackoff(), 0),
             decode_responses=False,
         )
+        made.connection_pool.make_connection()  # it looks at the options only now
+        return made
     except (TypeError, ValueError) as error:
         raise setting_error(
             "--state", where.shown, "options that redis-py takes", f"drop it: {error}"

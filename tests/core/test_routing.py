@@ -457,3 +457,87 @@ def test_nothing_is_left_when_all_is_done(data):
     for name in "yz":
         fleet.router.choose(request("last", prompt((name, 9))), now_s + 1e6)
     assert len(fleet.reservations) == 0
+
+
+# What other routers did
+
+
+def elsewhere(fleet, number, target="a", blocks=10, at_s=0.0, session=None):
+    asked = request(f"p/{number}", prompt((f"e{number}", blocks)), session=session)
+    fleet.router.sent_elsewhere(asked, target, 0.5, 0.5, at_s)
+    return asked
+
+
+def test_what_another_router_sent_counts_like_ones_own():
+    own, other = Fleet("ab", events=False), Fleet("ab", events=False)
+    asked = request("p/1", prompt(("x", 50)), session="s")
+    decision = own.send(asked, 1.0, exclude="b")
+    other.router.sent_elsewhere(asked, "a", decision.chosen.prefill_s, decision.chosen.cost, 1.0)
+    for fleet in (own, other):
+        load = fleet.router.loads["a"]
+        assert (load.in_flight, load.wait_s(1.2)) == (1, pytest.approx(0.601))
+        again = fleet.router.choose(request("2", prompt(("x", 60)), session="s"), 1.2)
+        by_name = {c.target: c for c in again.candidates}
+        assert (by_name["a"].hit_tokens, by_name["a"].reserved) == (800, True)
+        assert fleet.router.sessions() == [("s", "a", 1.0)]
+    other.router.first_token_elsewhere("p/1", 801, 2.0)
+    assert (load.in_flight, load.decode_tokens) == (0, 801)
+    other.router.done_elsewhere("p/1", 3.0)
+    assert load.decode_tokens == 0 and not other.router._where and not other.router._elsewhere
+
+
+def test_news_may_come_late_twice_or_of_what_is_not_known():
+    fleet = Fleet("a", events=False)
+    fleet.router.done_elsewhere("p/1", 0.0)  # before it was sent
+    elsewhere(fleet, 1)
+    assert fleet.router.loads["a"].in_flight == 0 and not fleet.router._over
+    fleet.router.first_token_elsewhere("p/2", 10, 0.0)  # of a request that nobody sent
+    assert fleet.router.loads["a"].decode_tokens == 0
+    for _ in range(2):
+        elsewhere(fleet, 3)
+    assert fleet.router.loads["a"].recent_work_s(0.0) == pytest.approx(0.5)
+    for _ in range(2):
+        fleet.router.first_token_elsewhere("p/3", 10, 1.0, decode_on="nobody")
+        fleet.router.done_elsewhere("p/3", 2.0)
+    assert fleet.router.loads["a"].in_flight == 0
+    # A target that others know first is nobody's choice, and has its load when it comes.
+    elsewhere(fleet, 4, "b")
+    assert fleet.router.choose(request("5", prompt(("y", 1))), 0.0).reason == "only"
+    fleet.router.set_target(Target("b"))
+    assert fleet.router.loads["b"].in_flight == 1
+    elsewhere(fleet, 6, "c")
+    fleet.router.done_elsewhere("p/6", 1.0)
+    assert "c" not in fleet.router.loads
+
+
+def test_a_router_that_is_gone_takes_along_only_what_it_sent():
+    fleet = Fleet("ab", events=False)
+    mine = fleet.send(request("p", prompt(("mine", 5))), 0.0).target
+    for number in range(5):
+        elsewhere(fleet, number, session=f"s{number}")
+    fleet.router.sent_elsewhere(request("pq/1", prompt(("z", 5))), "b", 1.0, 1.0, 0.0)
+    fleet.router.release_process("p/", 1.0)
+    assert sum(load.in_flight for load in fleet.router.loads.values()) == 2
+    assert mine in "ab" and set(fleet.router._elsewhere) == {"pq/1"}
+    assert len(fleet.reservations) == 2 and len(fleet.router.sessions()) == 5
+
+
+def test_later_news_of_a_session_counts():
+    fleet = Fleet("ab", events=False)
+    fleet.router.session_elsewhere("s", "a", 5.0)
+    fleet.router.session_elsewhere("s", "b", 4.0)
+    assert fleet.router.sessions() == [("s", "a", 5.0)]
+    elsewhere(fleet, 1, "b", at_s=6.0, session="s")
+    assert fleet.router.sessions() == [("s", "b", 6.0)]
+    assert +fleet.router._homes == Counter("b")
+
+
+def test_what_is_known_of_others_is_bounded():
+    fleet = Fleet("a", events=False, max_elsewhere=10, max_sessions=7)
+    for number in range(30):
+        elsewhere(fleet, number, session=f"s{number}")
+    assert fleet.router.loads["a"].in_flight == len(fleet.router._elsewhere) == 10
+    assert len(fleet.router.sessions()) == 7 and len(fleet.router._where) == 10
+    for number in range(20_000):
+        fleet.router.done_elsewhere(f"q/{number}", 1.0)
+    assert len(fleet.router._over) == 10_000

@@ -199,7 +199,8 @@ QWEN_TEMPLATE = """
 {%- endfor %}
 {{- '<|im_end|>\\n' }}
 {%- elif message.role == 'tool' %}
-{{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
+{{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+{{- '<|im_end|>\\n' }}
 {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}
@@ -239,7 +240,7 @@ PARTS_TEMPLATE = """
 def write_model(
     out: Path, tokenizer: Tokenizer, chat_template: str | None, bos_token: str | None = None
 ) -> Path:
-    """A model's directory as far as tokenizer and renderer read it; the geometry is a tiny MiMo's."""
+    """A model's directory as far as tokenizer and renderer read it, with a tiny MiMo's sizes."""
     from tools.tiny_mimo import TinyMiMo, write_configs, write_json
 
     out.mkdir(parents=True, exist_ok=True)

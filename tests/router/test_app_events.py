@@ -17,7 +17,7 @@ from mimo_plugin.router.events import EventReader
 from mimo_plugin.router.snapshots import pack, unpack
 from tests.router.redis_server import RedisServer
 from tests.router.test_app_proxy import in_loop
-from tests.router.workers import MODEL, FakeWorker, Front, routing, until
+from tests.router.workers import MODEL, FakeWorker, FakeWorkerAlias, Front, routing, until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -198,17 +198,6 @@ async def test_a_router_that_starts_late_has_what_another_one_kept() -> None:
         publisher.close()
     finally:
         redis.kill()
-
-
-class FakeWorkerAlias(FakeWorker):
-    """Another one's address, which does not end with the router that is given it."""
-
-    def __init__(self, worker: FakeWorker) -> None:
-        super().__init__()
-        self.port = worker.port
-
-    async def stop(self) -> None:
-        pass
 
 
 def test_a_snapshot_of_another_kind_is_none() -> None:

@@ -388,14 +388,17 @@ async def test_sigterm_lets_streams_end_and_takes_nothing_new(tmp_path: Path) ->
     process, port, line = await started(tmp_path, worker, "--grace", "10")
     assert "1 of 1 workers up" in line and "tokenizer none" in line and "state memory" in line
     body = {"model": MODEL, "prompt": "x", "stream": True}
-    async with aiohttp.ClientSession() as client:
-        async with client.post(f"http://127.0.0.1:{port}/v1/completions", json=body) as response:
-            await response.content.readexactly(9)
-            process.send_signal(signal.SIGTERM)
-            await asyncio.sleep(0.2)
-            with pytest.raises(aiohttp.ClientConnectorError):
-                await client.get(f"http://127.0.0.1:{port}/health")
-            assert await response.read() == b"data: 1\n\n" * 9
+    url = f"http://127.0.0.1:{port}"
+    async with (
+        aiohttp.ClientSession() as client,
+        client.post(url + "/v1/completions", json=body) as response,
+    ):
+        await response.content.readexactly(9)
+        process.send_signal(signal.SIGTERM)
+        await asyncio.sleep(0.2)
+        with pytest.raises(aiohttp.ClientConnectorError):
+            await client.get(url + "/health")
+        assert await response.read() == b"data: 1\n\n" * 9
     assert await asyncio.wait_for(process.wait(), 5) == 0
     await worker.stop()
 
@@ -405,10 +408,10 @@ async def test_after_the_grace_it_ends_all_the_same(tmp_path: Path) -> None:
     worker = await FakeWorker(stream([b"data: 1\n\n"] * 600, pause_s=0.1)).start()
     process, port, _ = await started(tmp_path, worker, "--grace", "0.3")
     body = {"model": MODEL, "prompt": "x", "stream": True}
-    async with aiohttp.ClientSession() as client:
-        async with client.post(f"http://127.0.0.1:{port}/v1/completions", json=body) as response:
-            await response.content.readexactly(9)
-            process.send_signal(signal.SIGTERM)
-            assert await asyncio.wait_for(process.wait(), 5) == 0
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    async with aiohttp.ClientSession() as client, client.post(url, json=body) as response:
+        await response.content.readexactly(9)
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), 5) == 0
     await until(lambda: worker.active == 0)
     await worker.stop()

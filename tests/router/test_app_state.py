@@ -16,7 +16,7 @@ from mimo_plugin.router.app import App
 from mimo_plugin.router.model import ModelFacts
 from tests.router.redis_server import RedisServer
 from tests.router.test_app_proxy import in_loop
-from tests.router.workers import FakeWorker, routing, settings_for, until
+from tests.router.workers import FakeWorker, FakeWorkerAlias, routing, settings_for, until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -72,6 +72,31 @@ async def test_routers_know_each_other_s_load_and_workers(redis: RedisServer) ->
         await until(lambda: extra.url not in first.app.service.workers.by_url)
         assert await first.metric("mimo_router:state_peers", kind="redis") == 1
     await extra.stop()
+
+
+@in_loop
+async def test_routers_know_what_decodes_elsewhere(redis: RedisServer) -> None:
+    gate = asyncio.Event()
+
+    async def answer(worker: FakeWorker, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b"data: 1\n\n")
+        await gate.wait()
+        return response
+
+    worker = await FakeWorker(answer).start()
+    async with (
+        routing(worker, state=redis.url) as first,
+        routing(FakeWorkerAlias(worker), state=redis.url) as second,
+    ):
+        await until(lambda: second.app.service.state.status["peers"] == 1)
+        call = asyncio.create_task(first.chat("one", stream=True))
+        load = second.app.service.router.loads[worker.url]
+        await until(lambda: len(load.decodes) == 1 and load.in_flight == 0)
+        gate.set()
+        assert (await call)[0] == 200
+        await until(lambda: not load.decodes)
 
 
 @in_loop

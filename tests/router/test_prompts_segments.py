@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pieces that are encoded one by one and kept give the ids of the whole text, whatever the design."""
+"""Pieces that are encoded one by one and kept give the ids of the whole text, for all designs."""
 
 from __future__ import annotations
 

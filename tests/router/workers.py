@@ -112,6 +112,17 @@ class FakeWorker:
             self.active -= 1
 
 
+class FakeWorkerAlias(FakeWorker):
+    """Another one's address, which does not end with the router that is given it."""
+
+    def __init__(self, worker: FakeWorker) -> None:
+        super().__init__()
+        self.port = worker.port
+
+    async def stop(self) -> None:
+        pass
+
+
 async def plain(worker: FakeWorker, request: web.Request) -> web.StreamResponse:
     """A whole answer, or a stream where the body asks for one."""
     body = worker.seen[-1]
