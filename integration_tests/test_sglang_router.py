@@ -370,6 +370,7 @@ def test_the_router_serves_an_sglang_worker(follower: Follower, tmp_path: Path) 
     assert turn == direct
     decisions.sort(key=lambda decision: decision["time_s"])
     hits = [decision["actual_hit_tokens"] for decision in decisions]
+    assert None not in hits, decisions
     assert again[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == hits[1] > 300
     assert [d["predicted_hit_tokens"] for d in decisions] == hits, decisions
     assert hits[0] == 0 and hits[2] >= hits[1]

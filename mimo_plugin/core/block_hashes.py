@@ -21,7 +21,7 @@ from hashlib import blake2b
 from typing import Any, Protocol, TypeAlias
 
 ExtraKeys: TypeAlias = "tuple[tuple[Any, ...], ...]"
-"""``("lora", name)``, ``("mm", identifier, offset in the block)``, ``("salt", s)``, in this order."""
+"""``("lora", name)``, ``("mm", identifier, offset in block)``, ``("salt", s)``, in this order."""
 
 HASH_BYTES = 8
 _ROOT = bytes(HASH_BYTES)

@@ -7,8 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mimo_plugin.core.event_names import Groups, NameCounts, Naming
+from mimo_plugin.core.engine_events import Groups
+from mimo_plugin.core.event_names import Naming
 from mimo_plugin.core.kv_events import Hash, Step
+from mimo_plugin.core.range_names import NameCounts
 from mimo_plugin.core.residency import ResidencyIndex, Snapshot
 
 
@@ -18,11 +20,11 @@ class NamedSnapshot:
 
     Attributes:
         blocks: by canonical hash.
-        names: of each engine hash: canonical one, and packed number of copies.
+        names: of each engine hash: see ``event_names.Naming.snapshot``.
     """
 
     blocks: Snapshot
-    names: Mapping[Hash, tuple[int | None, int]]
+    names: Mapping[Hash, tuple[int | None, int, tuple[int, ...]]]
 
 
 class NamedIndex(ResidencyIndex):
@@ -52,7 +54,7 @@ class NamedIndex(ResidencyIndex):
         return self._naming(self._state(worker)).counts
 
     def suspend(self, worker: str) -> None:
-        """What is known may be out of date (the connection was lost): no hits until further notice."""
+        """What is known may be out of date, as without a connection: no hits until ``resume``."""
         state = self._state(worker)
         self._suspended.add(state.slot)
         self._take(state, ())
@@ -66,7 +68,7 @@ class NamedIndex(ResidencyIndex):
     def apply(
         self, worker: str, seq: int, events: Sequence[Any], *, replayed: bool = False
     ) -> Step:
-        """Take one batch of engine events (``event_names.EngineEvent``); see the base class."""
+        """Take one batch of engine events (``engine_events.EngineEvent``); see the base class."""
         return super().apply(worker, seq, events, replayed=replayed)
 
     def remove(self, worker: str) -> None:
@@ -86,9 +88,7 @@ class NamedIndex(ResidencyIndex):
         self.restore(worker, snapshot.blocks)
         for group, (geometry, _) in snapshot.blocks.groups.items():
             if self.groups.get(group) == geometry:
-                self._engine_groups.geometry.setdefault(group, geometry)
-                if geometry.is_full:
-                    self._engine_groups.full.add(group)
+                self._engine_groups.add(group, geometry)
         self._naming(self._state(worker)).restore(snapshot.names)
 
     def _naming(self, state: Any) -> Naming:

@@ -17,9 +17,10 @@ from typing import Any, TypeAlias
 
 from mimo_plugin.core.approximate import ApproximateIndex
 from mimo_plugin.core.block_hashes import block_hashes
-from mimo_plugin.core.event_names import EngineEvent, EngineStored, NameCounts
+from mimo_plugin.core.engine_events import EngineEvent, EngineStored
 from mimo_plugin.core.kv_events import BlockRemoved, BlockStored, Hash, KvEvent
 from mimo_plugin.core.named_index import NamedIndex
+from mimo_plugin.core.range_names import NameCounts
 
 Place: TypeAlias = "tuple[int | None, tuple[int, ...]]"
 """Hash of the last whole block up to a page's end (None: there is none), and the tokens behind."""
@@ -103,18 +104,18 @@ class SglangNames:
             self.counts.ignored_events += 1
             return None
 
-    def snapshot(self) -> dict[Hash, tuple[int | None, int]]:
+    def snapshot(self) -> dict[Hash, tuple[int | None, int, tuple[int, ...]]]:
         """Of each page that ends with a block: canonical hash, and number of copies."""
         return {
-            page: (name, 1 + self._further.get(page, 0))
+            page: (name, 1 + self._further.get(page, 0), ())
             for page, (name, behind) in self._places.items()
             if not behind
         }
 
-    def restore(self, saved: Mapping[Hash, tuple[int | None, int]]) -> None:
+    def restore(self, saved: Mapping[Hash, tuple[int | None, int, tuple[int, ...]]]) -> None:
         """Have what :meth:`snapshot` gave; what comes after other pages is unknown from now on."""
         self.clear()
-        for page, (name, copies) in saved.items():
+        for page, (name, copies, _) in saved.items():
             self._places[page] = name, ()
             if copies > 1:
                 self._further[page] = copies - 1

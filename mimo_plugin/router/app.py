@@ -278,6 +278,7 @@ class App:
             "prompt_tokens": count.prompt_tokens,
             "requests": count.requests,
             "errors": count.errors,
+            "how": service.knowledge.how(name),
             "events": dict(reading.reader.status) if reading is not None else None,
         }
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from mimo_plugin.core.event_names import EngineEvent, EngineStored
+from mimo_plugin.core.engine_events import EngineEvent, EngineStored
 from mimo_plugin.core.kv_events import AllBlocksCleared, BlockRemoved
 from mimo_plugin.errors import setting_error
 

@@ -17,24 +17,24 @@ import hashlib
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
-from enum import Enum
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from mimo_plugin.core.event_names import EngineEvent
+from mimo_plugin.core.engine_events import EngineEvent
 from mimo_plugin.core.kv_events import AllBlocksCleared, Step
 from mimo_plugin.core.named_index import NamedIndex
-from mimo_plugin.router.event_wire import END_SEQ, PayloadError, decode, parse
+from mimo_plugin.router.event_replay import MAX_QUEUED_MESSAGES, Replay, limit, replayed
+from mimo_plugin.router.event_wire import PayloadError, decode, parse
+from mimo_plugin.router.snapshots import from_bytes, to_bytes
 
 logger = logging.getLogger(__name__)
 
 REPLAY_WAIT_S = 5.0
-"""How long a replay may say nothing. The publisher looks for requests between two batches, or every
-0.1 s when it is idle."""
+"""How long a replay may say nothing."""
 BACK_OFF_S = (0.1, 5.0)
 """Shortest and longest time between two attempts to connect."""
 HEARTBEAT_S = 5.0
@@ -42,20 +42,7 @@ HEARTBEAT_S = 5.0
 QUIET_S = (0.5, 60.0)
 """After this time without a batch it is asked whether one was lost; longer each time it was not.
 The first time is soon: a subscription may begin a moment after the replay's end."""
-MAX_QUEUED_MESSAGES = 10_000
-"""Messages held in a socket, and while a replay is awaited; what comes beyond is asked for again."""
-MAX_MESSAGE_BYTES = 256 << 20
 _TURN_S = 0.005  # of work at a time, before other tasks get theirs
-
-
-class Replay(Enum):
-    """How a publisher answered."""
-
-    WHOLE = "whole"
-    OTHER = "other"
-    """It does not have the batch that was applied last: another publisher, or much was missed."""
-    SILENT = "silent"
-    """No answer, or none to the end."""
 
 
 class EventReader:
@@ -84,8 +71,8 @@ class EventReader:
         topic: str = "",
         on_change: Callable[[str], None] | None = None,
         replay_wait_s: float = REPLAY_WAIT_S,
-        decode: Callable[[bytes], tuple[list[EngineEvent], int]] = decode,
         context: zmq.asyncio.Context | None = None,
+        decode: Callable[[bytes], tuple[list[EngineEvent], int]] = decode,
     ) -> None:
         if hash_block_tokens not in (None, index.hash_block_tokens):
             raise ValueError(
@@ -99,8 +86,8 @@ class EventReader:
         self._index = index
         self._on_change = on_change
         self._replay_wait_s = replay_wait_s
-        self._decode = decode
         self._context = context
+        self._decode = decode
         self._connected = False
         self._quiet_s = QUIET_S[0]
         self._last_live = -1
@@ -125,20 +112,27 @@ class EventReader:
             **self._counts,
         }
 
-    @property
-    def last(self) -> tuple[int, bytes] | None:
-        """Number and digest of the batch that was applied last; None: of none is it known."""
+    def snapshot(self) -> bytes:
+        """All that is known of the target; see :mod:`mimo_plugin.router.snapshots`."""
         next_seq = self._index.next_seq(self.target)
         digest = self._digests.get(next_seq - 1) if next_seq is not None else None
-        return (next_seq - 1, digest) if next_seq is not None and digest is not None else None
+        saved = self._index.named_snapshot(self.target)
+        return to_bytes(saved, self._index.hash_block_tokens, digest)
 
-    def resume(self, digest: bytes) -> None:
-        """The index was given what the target held after the batch with this digest, before
-        :meth:`run`: what came since is asked for, and all is forgotten where it is not to be had.
+    def restore(self, data: bytes) -> None:
+        """Begin with what ``snapshot`` gave, here or elsewhere; before :meth:`run`.
+
+        It counts from the moment on at which the publisher is found to be the same.
+
+        Raises:
+            SnapshotError: the bytes are none, or of an index with hashes of another size.
         """
-        next_seq = self._index.next_seq(self.target)
-        if next_seq is not None:
-            self._digests[next_seq - 1] = digest
+        saved, digest = from_bytes(data, self._index.hash_block_tokens)
+        self._forget()
+        if saved.blocks.next_seq is not None and digest is not None:
+            self._index.restore_named(self.target, saved)
+            self._digests[saved.blocks.next_seq - 1] = digest
+        self._index.suspend(self.target)
 
     async def run(self) -> None:
         """Read until cancelled."""
@@ -164,14 +158,11 @@ class EventReader:
         socket = context.socket(zmq.SUB)
         monitor = None
         try:
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.RCVHWM, MAX_QUEUED_MESSAGES)
-            socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+            limit(socket)
             socket.setsockopt(zmq.RECONNECT_IVL, int(BACK_OFF_S[0] * 1000))
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, int(BACK_OFF_S[1] * 1000))
             socket.setsockopt(zmq.HEARTBEAT_IVL, int(HEARTBEAT_S * 1000))
             socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(3 * HEARTBEAT_S * 1000))
-            socket.setsockopt(zmq.IPV6, 1)
             watched = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
             monitor = socket.get_monitor_socket(watched)
             socket.subscribe(self.topic.encode())
@@ -339,10 +330,16 @@ class EventReader:
         Live ones that come meanwhile are held back. With ``expected`` the first batch must be the
         one with that digest, otherwise nothing is applied.
         """
-        self._counts["replays"] += 1
         answer = Replay.SILENT
+        if self.replay is None:
+            return answer
+        self._counts["replays"] += 1
+        context = self._context or zmq.asyncio.Context.instance()
+        old = replayed(
+            context, self.replay, first, self._replay_wait_s, socket, lambda: self._hold(socket)
+        )
         next_turn = time.monotonic() + _TURN_S
-        async with contextlib.aclosing(self._replayed(socket, first)) as batches:
+        async with contextlib.aclosing(old) as batches:
             async for message in batches:
                 if message is None:
                     answer = Replay.WHOLE if expected is None else Replay.OTHER
@@ -361,39 +358,6 @@ class EventReader:
         if answer is not Replay.WHOLE:
             self._counts["failed_replays"] += 1
         return answer
-
-    async def _replayed(self, socket: Any, first: int) -> AsyncGenerator[tuple[int, bytes] | None, None]:
-        """Batches of a replay, and None at its end; stops early when it is silent for too long."""
-        if self.replay is None:
-            return
-        request = (self._context or zmq.asyncio.Context.instance()).socket(zmq.DEALER)
-        try:
-            request.setsockopt(zmq.LINGER, 0)
-            request.setsockopt(zmq.RCVHWM, MAX_QUEUED_MESSAGES)
-            request.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-            request.setsockopt(zmq.IPV6, 1)
-            request.connect(self.replay)
-            await request.send_multipart([b"", first.to_bytes(8, "big")])
-            poller = zmq.asyncio.Poller()
-            poller.register(request, zmq.POLLIN)
-            poller.register(socket, zmq.POLLIN)
-            until = time.monotonic() + self._replay_wait_s
-            while (left_s := until - time.monotonic()) > 0:
-                ready = dict(await poller.poll(left_s * 1000))
-                if socket in ready:
-                    await self._hold(socket)
-                if request not in ready:
-                    continue
-                until = time.monotonic() + self._replay_wait_s
-                frames = await request.recv_multipart()
-                if len(frames) >= 2 and bytes(frames[-2]) == END_SEQ:
-                    yield None
-                    return
-                message = parse(frames)
-                if message is not None:
-                    yield message
-        finally:
-            request.close(linger=0)
 
     async def _hold(self, socket: Any) -> None:
         """Keep live batches for after the replay."""

@@ -24,9 +24,9 @@ from mimo_plugin.core.residency import ResidencyIndex
 from mimo_plugin.core.sglang_names import block_tokens_of
 from mimo_plugin.router import event_wire, sglang_events
 from mimo_plugin.router.events import EventReader
+from mimo_plugin.router.kept import Saver, restore
 from mimo_plugin.router.probe import Facts, Source
 from mimo_plugin.router.prompt import Prompt
-from mimo_plugin.router.snapshots import Saver, restore
 from mimo_plugin.router.state import SharedState
 
 log = logging.getLogger(__name__)

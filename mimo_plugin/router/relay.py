@@ -25,6 +25,7 @@ HELD_BYTES = 1 << 20
 _TAIL_BYTES = 4096
 _EVENT_BYTES = 1 << 20  # longest event that is waited for
 _CACHED = re.compile(rb'(?<!\\)"(?:cached_tokens|cache_read_input_tokens)"\s*:\s*(\d+)')
+_LAST_EVENTS = (b"data: [DONE]\n\n", b"data: [DONE]\r\n\r\n")
 _PROMPT = re.compile(rb'(?<!\\)"(?:prompt_tokens|input_tokens)"\s*:\s*(\d+)')
 
 WorkerErrors = (aiohttp.ClientError, OSError, asyncio.TimeoutError)
@@ -120,8 +121,12 @@ async def _stream(
             text = f"the worker stopped within its answer: {broken}"
             await response.write((b"\n\n" if torn else b"") + problems.event(502, text))
         await response.write_eof()
-    except (ConnectionError, RuntimeError) as error:
-        raise ClientGone(str(error)) from None
+    except (ConnectionError, RuntimeError, asyncio.CancelledError) as error:
+        # Many clients close when they have read the last event: they have it all.
+        if not tail.endswith(_LAST_EVENTS):
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            raise ClientGone(str(error)) from None
     cached, prompt = usage(tail)
     if cached is None:
         cached, first_prompt = usage(head)

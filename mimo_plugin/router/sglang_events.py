@@ -17,7 +17,7 @@ import msgspec
 
 from mimo_plugin.config import KvConfig
 from mimo_plugin.core.beliefs import Cache
-from mimo_plugin.core.event_names import EngineEvent, EngineStored
+from mimo_plugin.core.engine_events import EngineEvent, EngineStored
 from mimo_plugin.core.kv_events import AllBlocksCleared, BlockRemoved
 from mimo_plugin.core.retention import Ladder, RetentionRule
 from mimo_plugin.core.window import GroupGeometry

@@ -1,146 +1,119 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What targets hold, kept in the shared state for routers that start later.
+"""One target's residency as bytes: its blocks, the engine's names of them, its place in the stream.
 
-A publisher replays its last batches only (10,000 by default). A router that starts after more of
-them knows nothing of what was stored before, unless another one has kept it: the blocks, the
-engine's names of them, and the last batch that is in it. The reader goes on from there if the
-publisher still has that batch, and forgets all where it has not.
+Whoever restores it goes on from the batch after the last one in it, if the publisher still has that
+one (:class:`mimo_plugin.router.events.EventReader`); so a wrong or old snapshot does no harm.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections.abc import Callable, Mapping
-from dataclasses import astuple
-
 import msgspec
 
 from mimo_plugin.core.kv_events import Hash
-from mimo_plugin.core.named_index import NamedIndex, NamedSnapshot
+from mimo_plugin.core.named_index import NamedSnapshot
 from mimo_plugin.core.residency import Snapshot
 from mimo_plugin.core.window import GroupGeometry
-from mimo_plugin.router.events import EventReader
-from mimo_plugin.router.state import SharedState
-
-log = logging.getLogger(__name__)
 
 VERSION = 1
-REPLAYED_BATCHES = 5_000
-"""Up to so many batches a replay tells all, and nothing is kept."""
-SAVE_EVERY_S = 60.0
-_LOAD_S = 10.0
 
-_Block = tuple[Hash, int, bool, Hash | None]
+
+class SnapshotError(ValueError):
+    """The bytes are no snapshot, or one of another version."""
+
+
+class _Block(msgspec.Struct, array_like=True, gc=False):
+    block: int
+    copies: int
+    known: bool
+    parent: int | None
 
 
 class _Group(msgspec.Struct, array_like=True):
     group: int
-    geometry: tuple[int, int | None, int]
+    block_size_tokens: int
+    window_tokens: int | None
+    lookahead_blocks: int
     blocks: list[_Block]
 
 
-class _Kept(msgspec.Struct, array_like=True):
+class _Name(msgspec.Struct, array_like=True, gc=False):
+    engine: int | bytes
+    name: int | None
+    copies: bytes
+    before: tuple[int, ...]
+
+
+class _Saved(msgspec.Struct, array_like=True):
     version: int
-    hash_tokens: int
-    next_seq: int
-    digest: bytes
+    hash_block_tokens: int
+    next_seq: int | None
+    digest: bytes | None
     groups: list[_Group]
-    names: list[tuple[Hash, int | None, int]]
+    names: list[_Name]
 
 
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(_Kept).decode
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_Saved)
 
 
-def pack(index: NamedIndex, target: str, digest: bytes) -> bytes | None:
-    """All that is known of a target; None: no batch of it was applied.
-
-    Args:
-        digest: of the batch that was applied last.
-    """
-    snapshot = index.named_snapshot(target)
-    if snapshot.blocks.next_seq is None:
-        return None
-    groups = []
-    for group, (geometry, blocks) in snapshot.blocks.groups.items():
-        size, window, lookahead = astuple(geometry)
-        packed = [(block, *values) for block, values in blocks.items()]
-        groups.append(_Group(group, (size, window, lookahead), packed))
-    names = [(name, *values) for name, values in snapshot.names.items()]
-    next_seq = snapshot.blocks.next_seq
-    return _encode(_Kept(VERSION, index.hash_block_tokens, next_seq, digest, groups, names))
-
-
-def unpack(data: bytes, hash_tokens: int) -> tuple[NamedSnapshot, bytes] | None:
-    """A snapshot and the digest of its last batch; None: it is of another version or block size."""
-    try:
-        kept = _decode(data)
-        if kept.version != VERSION or kept.hash_tokens != hash_tokens:
-            return None
-        groups: dict[int, tuple[GroupGeometry, Mapping[Hash, tuple[int, bool, Hash | None]]]] = {}
-        for group in kept.groups:
-            blocks = {block: (count, known, parent) for block, count, known, parent in group.blocks}
-            groups[group.group] = GroupGeometry(*group.geometry), blocks
-    except (msgspec.MsgspecError, ValueError):
-        return None
-    names = {name: (canonical, copies) for name, canonical, copies in kept.names}
-    return NamedSnapshot(Snapshot(kept.next_seq, groups), names), kept.digest
-
-
-async def restore(state: SharedState, index: NamedIndex, reader: EventReader) -> None:
-    """Have what another router kept of a target, before its events are read."""
-    target = reader.target
-    try:
-        data = await asyncio.wait_for(state.load_snapshot(target), _LOAD_S)
-    except asyncio.TimeoutError:
-        return
-    found = unpack(data, index.hash_block_tokens) if data is not None else None
-    if found is None:
-        return
-    snapshot, digest = found
-    index.restore_named(target, snapshot)
-    index.suspend(target)  # until the reader has asked what came after it
-    reader.resume(digest)
-    log.info("%s: %d blocks from the shared state", target, index.blocks_of(target))
-
-
-class Saver:
-    """Keeps what targets hold, one after the other.
+def to_bytes(snapshot: NamedSnapshot, hash_block_tokens: int, digest: bytes | None) -> bytes:
+    """Bytes of a snapshot.
 
     Args:
-        state: where.
-        readings: index and reader of each target whose events are read.
+        snapshot: from :meth:`NamedIndex.named_snapshot`.
+        hash_block_tokens: of that index.
+        digest: of the last batch in it.
     """
+    groups = [
+        _Group(
+            group,
+            geometry.block_size_tokens,
+            geometry.window_tokens,
+            geometry.lookahead_blocks,
+            [
+                _Block(int(block), copies, known, None if parent is None else int(parent))
+                for block, (copies, known, parent) in blocks.items()
+            ],
+        )
+        for group, (geometry, blocks) in snapshot.blocks.groups.items()
+    ]
+    names = [
+        _Name(engine, name, copies.to_bytes((copies.bit_length() + 7) // 8, "big"), before)
+        for engine, (name, copies, before) in snapshot.names.items()
+    ]
+    return _encoder.encode(
+        _Saved(VERSION, hash_block_tokens, snapshot.blocks.next_seq, digest, groups, names)
+    )
 
-    def __init__(
-        self,
-        state: SharedState,
-        readings: Callable[[], Mapping[str, tuple[NamedIndex, EventReader]]],
-        *,
-        every_s: float = SAVE_EVERY_S,
-        replayed_batches: int = REPLAYED_BATCHES,
-    ) -> None:
-        self._state, self._readings = state, readings
-        self._every_s, self._replayed_batches = every_s, replayed_batches
-        self._saved: dict[str, int] = {}
-        self.saves = 0
 
-    async def run(self) -> None:
-        """Go on until cancelled."""
-        while True:
-            await asyncio.sleep(self._every_s)
-            for target in list(self._readings()):
-                await self._save(target)
+def from_bytes(data: bytes, hash_block_tokens: int) -> tuple[NamedSnapshot, bytes | None]:
+    """A snapshot and the digest of its last batch.
 
-    async def _save(self, target: str) -> None:
-        index, reader = self._readings().get(target, (None, None))
-        if index is None or reader is None or not index.is_trusted(target):
-            return
-        last = reader.last
-        if last is None or last[0] < self._replayed_batches or self._saved.get(target) == last[0]:
-            return
-        data = pack(index, target, last[1])
-        if data is not None and await self._state.save_snapshot(target, data):
-            self._saved[target] = last[0]
-            self.saves += 1
+    Raises:
+        SnapshotError: it is none, or not of an index with ``hash_block_tokens``.
+    """
+    try:
+        saved = _decoder.decode(data)
+        groups: dict[int, tuple[GroupGeometry, dict[Hash, tuple[int, bool, Hash | None]]]] = {
+            saved_group.group: (
+                GroupGeometry(
+                    saved_group.block_size_tokens,
+                    saved_group.window_tokens,
+                    saved_group.lookahead_blocks,
+                ),
+                {b.block: (b.copies, b.known, b.parent) for b in saved_group.blocks},
+            )
+            for saved_group in saved.groups
+        }
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise SnapshotError(f"not a snapshot: {error}") from error
+    if saved.version != VERSION or saved.hash_block_tokens != hash_block_tokens:
+        raise SnapshotError(
+            f"a snapshot of version {saved.version} with {saved.hash_block_tokens} tokens a hash; "
+            f"allowed: {VERSION} and {hash_block_tokens}"
+        )
+    names = {
+        name.engine: (name.name, int.from_bytes(name.copies, "big"), name.before)
+        for name in saved.names
+    }
+    return NamedSnapshot(Snapshot(saved.next_seq, groups), names), saved.digest

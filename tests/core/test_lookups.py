@@ -8,7 +8,7 @@ import random
 from mimo_plugin.core.beliefs import Cache
 from mimo_plugin.core.block_hashes import block_hashes
 from mimo_plugin.core.cost import PrefillCost
-from mimo_plugin.core.event_names import EngineStored
+from mimo_plugin.core.engine_events import EngineStored
 from mimo_plugin.core.load import Speed
 from mimo_plugin.core.lookups import Exactness, Lookups
 from mimo_plugin.core.reservations import Reservations

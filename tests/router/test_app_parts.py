@@ -254,7 +254,7 @@ def test_an_sglang_worker() -> None:
             "page_size": 64,
             "dp_size": 2,
             "chunked_prefill_size": 8192,
-            "internal_states": [{"max_total_num_tokens": 9000}],
+            "internal_states": [{"memory_usage": {"token_capacity": 9000}}],
             "kv_events_config": '{"publisher": "zmq", "endpoint": "tcp://*:5557"}',
         }
     }

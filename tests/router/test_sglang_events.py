@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from mimo_plugin.core.block_hashes import PromptHasher, block_hashes
-from mimo_plugin.core.event_names import EngineStored
+from mimo_plugin.core.engine_events import EngineStored
 from mimo_plugin.core.kv_events import AllBlocksCleared, BlockRemoved, Step
 from mimo_plugin.core.lookups import Lookups
 from mimo_plugin.core.sglang_names import block_tokens_of
