@@ -41,6 +41,7 @@ PEERS = (
 )
 QUICK_PEERS = (ROUND_ROBIN, "vllm-router consistent_hash", "vllm-router kv_aware")
 WARM_S = 30.0
+IDLE_SHARE = 0.05  # of a core
 PROMPT_BYTES = 8192
 
 
@@ -125,6 +126,18 @@ def warm(router: RouterServer) -> None:
             time.sleep(0.3)
 
 
+def settle(router: RouterServer) -> None:
+    """Wait until it has read what the workers told before it came, and is idle."""
+    end_s, last_s = time.monotonic() + WARM_S, router.cpu_s()
+    while True:
+        time.sleep(1.0)
+        last_s, before_s = router.cpu_s(), last_s
+        if last_s - before_s < IDLE_SHARE:
+            return
+        if time.monotonic() > end_s:
+            raise ServerError(f"{router.name}: still busy after {WARM_S:.0f} s")
+
+
 def one_run(
     policy: str, seed: int, sessions: list[Session], workers: Sequence[TinyWorker], logs: Path
 ) -> Run:
@@ -135,6 +148,7 @@ def one_run(
     log = logs / f"{policy.replace(' ', '-')}-{seed}.log"
     with running(command_of(policy, workers, model), model, log, policy) as router:
         warm(router)
+        settle(router)
         before, cpu_s = [worker.counters() for worker in workers], router.cpu_s()
         started_s = time.monotonic()
         answers = replay(router.base_url, model, sessions)
@@ -154,6 +168,7 @@ def cpu_ms(workers: Sequence[TinyWorker], logs: Path, requests: int) -> dict[str
     ]
     with running(command_of(OURS, workers, model), model, logs / "cpu.log", OURS) as router:
         warm(router)
+        settle(router)
         cpu_s = router.cpu_s()
         answers = replay(router.base_url, model, sessions)
         took_s = router.cpu_s() - cpu_s

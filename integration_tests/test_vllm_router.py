@@ -253,7 +253,9 @@ def test_an_answer_is_the_workers_own(cluster: Cluster) -> None:
         assert len(routed.token_ids) == 40
         assert (routed.token_ids, routed.text) == (direct.token_ids, direct.text)
         assert routed.usage["prompt_tokens"] == direct.usage["prompt_tokens"]
-        assert [set(chunk) for chunk in routed.chunks] == [set(chunk) for chunk in direct.chunks]
+        # How many tokens come in one chunk depends on the machine; what a chunk says does not.
+        fields = [{frozenset(chunk) for chunk in reply.chunks} for reply in (routed, direct)]
+        assert fields[0] == fields[1]
     # Prompts given as tokens, and an answer that is not streamed.
     prompt = [*range(300, 500)]
     routed = stream(
