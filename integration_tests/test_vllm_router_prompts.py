@@ -104,6 +104,15 @@ def server(model: Path, serve_module: ServerFactory) -> VllmServer:
     return served
 
 
+@pytest.fixture(scope="module")
+def omni(
+    tmp_path_factory: pytest.TempPathFactory, serve_module: ServerFactory
+) -> Iterator[tuple[Path, VllmServer]]:
+    model = tiny_omni.make(tmp_path_factory.mktemp("tiny-omni"), tiny_omni.TinyOmni())
+    arguments = ("--served-model-name=m", "--trust-remote-code", "--enable-scale-out")
+    yield model, serve_module(model, *arguments)
+
+
 def with_reader(
     server: VllmServer,
     local: LocalTokenizer | None,
@@ -138,13 +147,31 @@ def test_tokens_are_the_engine_s(model: Path, server: VllmServer) -> None:
             assert list(prompt.token_ids) == tokens, body
         assert reader.status["prompts"]["local"] == CHATS
 
-    async def rendered(reader: PromptReader) -> None:
-        for body, tokens in zip(bodies[:8], engine, strict=False):
-            assert (await reader.read(CHAT, body, {})).token_ids == tokens
-        assert reader.status["prompts"]["render"] == 8
+    async def tokenized(reader: PromptReader) -> None:
+        """This server has no render endpoints."""
+        for body, tokens in zip(bodies[:24], engine, strict=False):
+            prompt = await reader.read(CHAT, body, {})
+            known = "truncate_prompt_tokens" not in body
+            assert list(prompt.token_ids) == (tokens if known else []), body
 
     with_reader(server, local, check)
+    with_reader(server, None, tokenized)
+
+
+def test_rendered_tokens_are_the_engine_s(omni: tuple[Path, VllmServer]) -> None:
+    """Without a tokenizer here, and with one, on a server that renders."""
+    model, server = omni
+    bodies = [{"model": "m", **chat(seed)} for seed in range(24)]
+    bodies = [b for b in bodies if "tools" not in b or b.get("tool_choice") == "none"]
+    settings = {"max_tokens": 1, "return_token_ids": True, "temperature": 0}
+    engine = [server.post(CHAT, {**settings, **b})["prompt_token_ids"] for b in bodies]
+
+    async def rendered(reader: PromptReader) -> None:
+        for body, tokens in zip(bodies, engine, strict=True):
+            assert list((await reader.read(CHAT, body, {})).token_ids) == tokens, body
+
     with_reader(server, None, rendered)
+    with_reader(server, LocalTokenizer.load(str(model)), rendered)
 
 
 OTHERS: list[tuple[str, dict[str, Any]]] = [
@@ -163,7 +190,8 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def test_other_endpoints_agree_with_render(model: Path, server: VllmServer) -> None:
+def test_other_endpoints_agree_with_render(omni: tuple[Path, VllmServer]) -> None:
+    model, server = omni
     local = LocalTokenizer.load(str(model))
 
     async def tokens(reader: PromptReader) -> list[list[int]]:
@@ -177,7 +205,8 @@ def test_other_endpoints_agree_with_render(model: Path, server: VllmServer) -> N
     assert with_reader(server, local, tokens) == with_reader(server, None, tokens)
 
 
-def test_tool_use_of_the_messages_api_is_rendered(model: Path, server: VllmServer) -> None:
+def test_tool_use_of_the_messages_api_is_rendered(omni: tuple[Path, VllmServer]) -> None:
+    model, server = omni
     tool = {"name": "look_up", "input_schema": {"type": "object"}}
     use = {"type": "tool_use", "id": "t", "name": "look_up", "input": {"word": "bada"}}
     result = {"type": "tool_result", "tool_use_id": "t", "content": "gedo"}
@@ -185,6 +214,7 @@ def test_tool_use_of_the_messages_api_is_rendered(model: Path, server: VllmServe
         "model": "m",
         "max_tokens": 8,
         "tools": [tool],
+        "tool_choice": {"type": "none"},
         "messages": [
             {"role": "user", "content": "bada?"},
             {"role": "assistant", "content": [use]},
@@ -224,14 +254,6 @@ def picture(shade: int) -> dict[str, Any]:
     Image.new("RGB", (96, 64), (shade, 90, 10)).save(held, "PNG")
     url = "data:image/png;base64," + base64.b64encode(held.getvalue()).decode()
     return {"type": "image_url", "image_url": {"url": url}}
-
-
-@pytest.fixture(scope="module")
-def omni(
-    tmp_path_factory: pytest.TempPathFactory, serve_module: ServerFactory
-) -> Iterator[tuple[Path, VllmServer]]:
-    model = tiny_omni.make(tmp_path_factory.mktemp("tiny-omni"), tiny_omni.TinyOmni())
-    yield model, serve_module(model, "--served-model-name=m", "--trust-remote-code")
 
 
 def test_media_have_the_engine_s_places(omni: tuple[Path, VllmServer]) -> None:

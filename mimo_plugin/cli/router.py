@@ -50,6 +50,7 @@ def add_parser(subparsers: Any) -> None:
     add("--admin-key", metavar="KEY", help="for /workers and the like (default: this machine)")
     add("--worker-key", metavar="KEY", help="the workers' --api-key, for the router's questions")
     add("--max-body-mib", type=float, default=32, metavar="N", help="default: %(default)s")
+    add("--max-buffered-mib", type=float, default=2048, metavar="N", help="of all bodies at once")
     for name, default, text in (
         ("max-header-bytes", 16384, "of one header line"),
         ("max-headers", 128, "of a request"),
@@ -109,7 +110,7 @@ def settings_of(args: argparse.Namespace) -> Any:
     Raises:
         ConfigError: one of them is wrong.
     """
-    from mimo_plugin.router.settings import Settings, all_workers, body_bytes, read_key
+    from mimo_plugin.router.settings import Settings, all_workers, bytes_of, read_key
 
     return Settings(
         model=args.model,
@@ -122,7 +123,8 @@ def settings_of(args: argparse.Namespace) -> Any:
         trust_remote_code=args.trust_remote_code,
         admin_key=read_key("--admin-key", args.admin_key),
         worker_key=read_key("--worker-key", args.worker_key),
-        max_body_bytes=body_bytes(args.max_body_mib),
+        max_body_bytes=bytes_of("max_body_bytes", args.max_body_mib),
+        max_buffered_bytes=bytes_of("max_buffered_bytes", args.max_buffered_mib),
         max_header_bytes=args.max_header_bytes,
         max_headers=args.max_headers,
         max_connections=args.max_connections,

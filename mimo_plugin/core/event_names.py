@@ -12,6 +12,7 @@ the name contradicts another one) is counted, and the index never hears of it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 from mimo_plugin.core.engine_events import EngineEvent, EngineStored, Groups, in_device
 from mimo_plugin.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Hash, KvEvent
@@ -21,6 +22,9 @@ from mimo_plugin.core.window import GroupGeometry
 
 BYTES_PER_NAME = 1000
 """Bound of memory for one block of one worker, beside what the index takes for it."""
+
+SavedBlocks: TypeAlias = Mapping[Hash, tuple[int, bool, Hash | None]]
+"""One group's blocks in a :class:`mimo_plugin.core.residency.Snapshot`."""
 
 _COUNT_BITS = 24  # of the copies that one group has
 _MASK = (1 << _COUNT_BITS) - 1
@@ -78,27 +82,36 @@ class Naming:
         self._early.clear()
         self._ranges.before.clear()
 
-    def snapshot(self) -> dict[Hash, tuple[int | None, int, tuple[int, ...]]]:
-        """Of each engine hash: canonical one, packed number of copies, what comes before it."""
-        before = self._ranges.before
-        saved = {}
-        for block, copies in self._copies.items():
-            name = self.names.get(block)
-            saved[block] = name, copies, before.get(name, ()) if name is not None else ()
+    def snapshot(self) -> dict[Hash, tuple[int | None, int]]:
+        """Of each engine hash with a canonical one: that one, and the one inside of its block.
+
+        The second is -1 but for a full-attention block of two hashes, where it is the first of
+        them. All else follows from the index's snapshot; blocks without a name are left out.
+        """
+        saved: dict[Hash, tuple[int | None, int]] = {}
+        for block, name in self.names.items():
+            if name != DEAD:
+                before = self._ranges.before.get(name, ())
+                saved[block] = name, before[1] if len(before) == 2 else -1
         return saved
 
-    def restore(self, saved: Mapping[Hash, tuple[int | None, int, tuple[int, ...]]]) -> None:
-        """Have what ``snapshot`` gave."""
+    def restore(
+        self, saved: Mapping[Hash, tuple[int | None, int]], groups: Mapping[int, SavedBlocks]
+    ) -> None:
+        """Have what ``snapshot`` gave; ``groups``: the index's blocks."""
         self.clear()
-        for block, (name, copies, before) in saved.items():
-            self._copies[block] = copies
-            if name is None:
-                continue
-            self.names[block] = name
-            if name != DEAD:
-                self.engines[name] = block
-                if before:
-                    self._ranges.before[name] = before
+        for block, (name, inside) in saved.items():
+            packed = 0
+            for group, blocks in groups.items():
+                if name is not None and name in blocks:
+                    copies, known, parent = blocks[name]
+                    packed += min(copies, _MASK) << _shift(group)
+                    if group in self.groups.full and known and inside >= 0:
+                        before = ROOT if parent is None else int(parent)
+                        self._ranges.before[name] = before, inside
+            if packed and name is not None:
+                self._copies[block] = packed
+                self.names[block], self.engines[name] = name, block
 
     def translate(self, batch: Sequence[EngineEvent]) -> list[KvEvent]:
         """The same events with canonical hashes, for the index; in order, once each."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mimo_plugin.core.engine_events import Groups
-from mimo_plugin.core.event_names import Naming
+from mimo_plugin.core.event_names import Naming, SavedBlocks
 from mimo_plugin.core.kv_events import Hash, Step
 from mimo_plugin.core.range_names import NameCounts
 from mimo_plugin.core.residency import ResidencyIndex, Snapshot
@@ -24,7 +24,7 @@ class NamedSnapshot:
     """
 
     blocks: Snapshot
-    names: Mapping[Hash, tuple[int | None, int, tuple[int, ...]]]
+    names: Mapping[Hash, tuple[int | None, int]]
 
 
 class NamedIndex(ResidencyIndex):
@@ -48,6 +48,7 @@ class NamedIndex(ResidencyIndex):
         self._engine_groups = Groups(hash_block_tokens, dict(lookahead_blocks or {}))
         self._namings: dict[int, Naming] = {}
         self._suspended: set[int] = set()
+        self._applying = False
 
     def name_counts(self, worker: str) -> NameCounts:
         """What was left out of the worker's events, and why."""
@@ -86,10 +87,12 @@ class NamedIndex(ResidencyIndex):
     def restore_named(self, worker: str, snapshot: NamedSnapshot) -> None:
         """The worker has what the snapshot says; batches go on from its ``next_seq``."""
         self.restore(worker, snapshot.blocks)
-        for group, (geometry, _) in snapshot.blocks.groups.items():
+        groups: dict[int, SavedBlocks] = {}
+        for group, (geometry, blocks) in snapshot.blocks.groups.items():
             if self.groups.get(group) == geometry:
                 self._engine_groups.add(group, geometry)
-        self._naming(self._state(worker)).restore(snapshot.names)
+                groups[group] = blocks
+        self._naming(self._state(worker)).restore(snapshot.names, groups)
 
     def _naming(self, state: Any) -> Naming:
         naming = self._namings.get(state.slot)
@@ -100,8 +103,13 @@ class NamedIndex(ResidencyIndex):
     def _take(self, state: Any, batches: Iterable[Sequence[Any]]) -> None:
         naming = self._naming(state)
         for batch in batches:
-            overflows = self.overflows
-            super()._take(state, (naming.translate(batch),))
+            overflows, told = self.overflows, naming.translate(batch)
+            # What the batch says of all blocks is done with the names already.
+            self._applying = True
+            try:
+                super()._take(state, (told,))
+            finally:
+                self._applying = False
             if self.overflows == overflows and len(naming) > self._max_blocks:
                 self.overflows += 1
             if self.overflows != overflows:
@@ -114,5 +122,5 @@ class NamedIndex(ResidencyIndex):
     def _clear(self, state: Any) -> None:
         super()._clear(state)
         naming = self._namings.get(state.slot)
-        if naming is not None:
+        if naming is not None and not self._applying:
             naming.clear()

@@ -233,9 +233,13 @@ class App:
         return _json(self.service.resident(hashes, prompt.prompt_tokens))
 
     async def _body(self, request: web.BaseRequest) -> dict[str, Any]:
-        body = await incoming.read_body(
-            request, self.settings.max_body_bytes, self.settings.body_timeout_s
-        )
+        held = incoming.Held(self.proxy.budget)
+        try:
+            body = await incoming.read_body(
+                request, self.settings.max_body_bytes, self.settings.body_timeout_s, held
+            )
+        finally:
+            held.release()
         parsed = incoming.parse(request, body)
         if parsed is None:
             raise Problem(400, "the body is no JSON object")
@@ -302,6 +306,12 @@ class App:
             "Requests in the router.",
             (),
             [((), self.proxy.in_flight)],
+        )
+        yield (
+            "buffered_bytes",
+            "Bytes of bodies that are held until a worker has begun to answer.",
+            (),
+            [((), self.proxy.budget.used_bytes)],
         )
         yield (
             "connections",

@@ -29,7 +29,6 @@ from mimo_plugin.core.kv_events import AllBlocksCleared, Step
 from mimo_plugin.core.named_index import NamedIndex
 from mimo_plugin.router.event_replay import MAX_QUEUED_MESSAGES, Replay, limit, replayed
 from mimo_plugin.router.event_wire import PayloadError, decode, parse
-from mimo_plugin.router.snapshots import from_bytes, to_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +70,7 @@ class EventReader:
         topic: str = "",
         on_change: Callable[[str], None] | None = None,
         replay_wait_s: float = REPLAY_WAIT_S,
+        decode: Callable[[bytes], tuple[list[EngineEvent], int]] = decode,
         context: zmq.asyncio.Context | None = None,
         decode: Callable[[bytes], tuple[list[EngineEvent], int]] = decode,
     ) -> None:
@@ -86,6 +86,7 @@ class EventReader:
         self._index = index
         self._on_change = on_change
         self._replay_wait_s = replay_wait_s
+        self._decode = decode
         self._context = context
         self._decode = decode
         self._connected = False
@@ -112,27 +113,20 @@ class EventReader:
             **self._counts,
         }
 
-    def snapshot(self) -> bytes:
-        """All that is known of the target; see :mod:`mimo_plugin.router.snapshots`."""
+    @property
+    def last(self) -> tuple[int, bytes] | None:
+        """Number and digest of the batch that was applied last; None: of none is it known."""
         next_seq = self._index.next_seq(self.target)
         digest = self._digests.get(next_seq - 1) if next_seq is not None else None
-        saved = self._index.named_snapshot(self.target)
-        return to_bytes(saved, self._index.hash_block_tokens, digest)
+        return (next_seq - 1, digest) if next_seq is not None and digest is not None else None
 
-    def restore(self, data: bytes) -> None:
-        """Begin with what ``snapshot`` gave, here or elsewhere; before :meth:`run`.
-
-        It counts from the moment on at which the publisher is found to be the same.
-
-        Raises:
-            SnapshotError: the bytes are none, or of an index with hashes of another size.
+    def resume(self, digest: bytes) -> None:
+        """The index was given what the target held after the batch with this digest, before
+        :meth:`run`: what came since is asked for, and all is forgotten where it is not to be had.
         """
-        saved, digest = from_bytes(data, self._index.hash_block_tokens)
-        self._forget()
-        if saved.blocks.next_seq is not None and digest is not None:
-            self._index.restore_named(self.target, saved)
-            self._digests[saved.blocks.next_seq - 1] = digest
-        self._index.suspend(self.target)
+        next_seq = self._index.next_seq(self.target)
+        if next_seq is not None:
+            self._digests[next_seq - 1] = digest
 
     async def run(self) -> None:
         """Read until cancelled."""

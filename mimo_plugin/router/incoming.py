@@ -82,8 +82,48 @@ def check_path(request: web.BaseRequest) -> str:
     return f"{path}?{query}" if query else path
 
 
-async def read_body(request: web.BaseRequest, most_bytes: int, timeout_s: float) -> bytes:
-    """The whole body.
+class Budget:
+    """Bytes of bodies that are held at once, by all requests.
+
+    Args:
+        most_bytes: limit.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes, self.used_bytes = most_bytes, 0
+
+
+class Held:
+    """What one request holds of a budget."""
+
+    __slots__ = ("_budget", "_bytes")
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget, self._bytes = budget, 0
+
+    def add(self, size_bytes: int) -> None:
+        """Hold more.
+
+        Raises:
+            Problem: all requests together hold too much.
+        """
+        self._bytes += size_bytes
+        self._budget.used_bytes += size_bytes
+        if self._budget.used_bytes > self._budget.most_bytes:
+            self.release()
+            text = "the bodies of all requests take too much memory (--max-buffered-mib)"
+            raise Problem(503, text, "overloaded", headers={"Retry-After": "1"}, close=True)
+
+    def release(self) -> None:
+        """Hold nothing more; harmless when called again."""
+        self._budget.used_bytes -= self._bytes
+        self._bytes = 0
+
+
+async def read_body(
+    request: web.BaseRequest, most_bytes: int, timeout_s: float, held: Held
+) -> bytes:
+    """The whole body, which ``held`` has to account for.
 
     Raises:
         Problem: it is too large (nothing more of it is read), or does not come in time.
@@ -105,6 +145,7 @@ async def read_body(request: web.BaseRequest, most_bytes: int, timeout_s: float)
             size += len(chunk)
             if size > most_bytes:
                 raise _too_large(most_bytes)
+            held.add(len(chunk))
             parts.append(chunk)
     except asyncio.TimeoutError:
         raise Problem(

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts made by a worker: vLLM's render endpoints (``entrypoints/scale_out/render``) and
-SGLang's ``/tokenize``.
+"""Prompts made by a worker: the calls of :mod:`mimo_plugin.router.prompt_calls`.
 
 A render costs the worker what preparing the request costs: it also fetches and processes media
 (what it processed it keeps for the next render, and sends none of it here: ``mm_payload``). A call
@@ -20,6 +19,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from mimo_plugin.router.prompt import MediaSpan
+from mimo_plugin.router.prompt_calls import calls_for
 
 if TYPE_CHECKING:
     from typing import TypeGuard
@@ -28,47 +28,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: endpoint of a request -> endpoint that renders it
-RENDER_PATHS = {
-    "/v1/chat/completions": "/v1/chat/completions/render",
-    "/v1/completions": "/v1/completions/render",
-    "/v1/responses": "/v1/responses/render",
-    "/v1/messages": "/v1/messages/render",
-}
-#: fields of a request that never change its prompt
-_NOT_PROMPT = frozenset(
-    {
-        "stream",
-        "stream_options",
-        "request_id",
-        "rid",
-        "session_id",
-        "prompt_cache_key",
-        "user",
-        "priority",
-        "seed",
-        "use_beam_search",
-        "return_token_offsets",
-        "kv_transfer_params",
-        "store",
-        "background",
-    }
-)
-#: settings of ``/tokenize``; SGLang knows all of them, vLLM ignores what it doesn't
-_TOKENIZE_FIELDS = (
-    "model",
-    "messages",
-    "prompt",
-    "tools",
-    "tool_choice",
-    "reasoning_effort",
-    "continue_final_message",
-    "chat_template_kwargs",
-    "add_special_tokens",
-)
 _ENTRY_BYTES = 400
 _ANSWER_MAX_BYTES = 64 << 20
 _MISSING_S = 60.0
+#: endpoint and body of each call
+_Calls = list[tuple[str, bytes]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,16 +115,13 @@ class RenderClient:
             headers: of the request; ``authorization`` is passed on.
             worker: ask this one and nobody else.
         """
-        where, sent = self._call_for(path, body)
-        if where is None:
-            return None
         try:
-            data = json.dumps(sent, ensure_ascii=False, separators=(",", ":")).encode(
-                "utf-8", "surrogatepass"
-            )
+            calls = [(where, _json(sent)) for where, sent in calls_for(self.kind, path, body)]
         except (TypeError, ValueError, RecursionError):
             return None
-        digest = blake2b(where.encode() + data, digest_size=16)
+        if not calls:
+            return None
+        digest = blake2b(calls[0][0].encode() + calls[0][1], digest_size=16)
         if worker is not None:
             digest.update(worker.encode())
         key = digest.digest()
@@ -174,30 +135,10 @@ class RenderClient:
         if task is None:
             if len(self._in_flight) >= self._most_in_flight:
                 return None
-            task = asyncio.ensure_future(self._ask(where, data, _authorization(headers), worker))
+            task = asyncio.ensure_future(self._ask(calls, _authorization(headers), worker))
             self._in_flight[key] = task
             task.add_done_callback(lambda done: self._finish(key, done))
         return await asyncio.shield(task)
-
-    def _call_for(self, path: str, body: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
-        if self.kind == "sglang":
-            sent = {name: body[name] for name in _TOKENIZE_FIELDS if name in body}
-            if "messages" in sent and path in ("/v1/chat/completions", "/tokenize"):
-                return "/tokenize", sent
-            text = sent.get("prompt", body.get("text"))
-            if path in ("/v1/completions", "/generate", "/tokenize") and isinstance(text, str):
-                sent.pop("messages", None)
-                return "/tokenize", {**sent, "prompt": text}
-            return None, {}
-        where = RENDER_PATHS.get(path)
-        sent = {name: value for name, value in body.items() if name not in _NOT_PROMPT}
-        if path == "/tokenize":
-            where, sent = path, dict(body)
-        elif body.get("kv_transfer_params"):
-            return None, {}
-        else:
-            sent["mm_payload"] = "none"
-        return where, sent
 
     def _finish(self, key: bytes, done: asyncio.Task[Rendered | None]) -> None:
         del self._in_flight[key]
@@ -214,26 +155,38 @@ class RenderClient:
         while self._cache_bytes > self._cache_max_bytes:
             self._cache_bytes -= _size_bytes(self._cache.popitem(last=False)[1])
 
-    def _choose(self, where: str) -> str | None:
+    def _choose(self, calls: _Calls) -> str | None:
         workers = self._workers() if callable(self._workers) else self._workers
         now_s = time.monotonic()
         for step in range(len(workers)):
             worker = workers[(self._turn + step) % len(workers)].rstrip("/")
             known = self._known.setdefault(worker, _Worker())
-            if known.alone_until_s <= now_s and known.missing.get(where, 0.0) <= now_s:
+            able = any(known.missing.get(where, 0.0) <= now_s for where, _ in calls)
+            if able and known.alone_until_s <= now_s:
                 self._turn = (self._turn + step + 1) % len(workers)
                 return worker
         return None
 
     async def _ask(
-        self, where: str, data: bytes, authorization: str | None, worker: str | None
+        self, calls: _Calls, authorization: str | None, worker: str | None
     ) -> Rendered | None:
-        import aiohttp
-
-        chosen = worker.rstrip("/") if worker is not None else self._choose(where)
+        chosen = worker.rstrip("/") if worker is not None else self._choose(calls)
         if chosen is None:
             return None
         known = self._known.setdefault(chosen, _Worker())
+        for where, data in calls:
+            if known.missing.get(where, 0.0) > time.monotonic():
+                continue
+            rendered = await self._call(known, chosen, where, data, authorization)
+            if rendered is not None or where not in known.missing:
+                return rendered
+        return None
+
+    async def _call(
+        self, known: _Worker, worker: str, where: str, data: bytes, authorization: str | None
+    ) -> Rendered | None:
+        import aiohttp
+
         self._counts["asked"] += 1
         send = {"Content-Type": "application/json"}
         if authorization is not None:
@@ -242,14 +195,14 @@ class RenderClient:
             self._session = aiohttp.ClientSession()
         try:
             async with self._session.post(
-                chosen + where,
+                worker + where,
                 data=data,
                 headers=send,
                 allow_redirects=False,
                 timeout=aiohttp.ClientTimeout(total=self._timeout_s),
             ) as response:
                 if response.status != 200:
-                    self._refused(known, chosen, where, response.status)
+                    self._refused(known, worker, where, response.status)
                     return None
                 answer = await _read(response)
         except (
@@ -258,13 +211,15 @@ class RenderClient:
             asyncio.TimeoutError,
             OSError,
             ValueError,
+            RecursionError,
         ) as error:
             known.failures += 1
             known.alone_until_s = time.monotonic() + min(0.5 * 2**known.failures, 30.0)
             self._counts["failed"] += 1
-            self.last_error = f"{chosen}{where}: {type(error).__name__} {error}"[:300]
+            self.last_error = f"{worker}{where}: {type(error).__name__} {error}"[:300]
             return None
         known.failures = 0
+        known.missing.pop(where, None)
         rendered = rendered_of(answer)
         self._counts["refused" if rendered is None else "answered"] += 1
         return rendered
@@ -276,7 +231,7 @@ class RenderClient:
         """
         self._counts["refused"] += 1
         self.last_error = f"{worker}{where}: HTTP {status}"
-        if status in (404, 405, 501):
+        if status in (403, 404, 405, 501):
             known.missing[where] = time.monotonic() + _MISSING_S
 
     async def close(self) -> None:
@@ -286,6 +241,11 @@ class RenderClient:
         if self._session is not None and self._own_session:
             await self._session.close()
             self._session = None
+
+
+def _json(value: Any) -> bytes:
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return text.encode("utf-8", "surrogatepass")
 
 
 def rendered_of(answer: Any) -> Rendered | None:

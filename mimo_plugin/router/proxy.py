@@ -85,6 +85,7 @@ class Exchange:
     parsed: dict[str, Any] | None
     model: str | None
     routing: Routing
+    held: incoming.Held
     streamed: bool
     home: str | None = None
     search: bool = False
@@ -108,6 +109,7 @@ class Proxy:
         self._settings: Settings = service.settings
         self._metrics = service.metrics
         self._responses = Responses()
+        self.budget = incoming.Budget(self._settings.max_buffered_bytes)
         self.in_flight = 0
         self.closing = False
         self._timeout = aiohttp.ClientTimeout(
@@ -128,9 +130,11 @@ class Proxy:
                 text = f"{self.in_flight} requests are in flight (--max-in-flight)"
                 raise Problem(503, text, "overloaded", headers=_BUSY)
             self.in_flight += 1
+            held = incoming.Held(self.budget)
             try:
-                response = await self._forward(request, path, request_id, fresh)
+                response = await self._forward(request, path, request_id, fresh, held)
             finally:
+                held.release()
                 self.in_flight -= 1
         except Problem as problem:
             self._metrics.outcome(problem.outcome)
@@ -150,10 +154,17 @@ class Proxy:
         return response
 
     async def _forward(
-        self, request: web.BaseRequest, path: str, request_id: str, fresh: str
+        self,
+        request: web.BaseRequest,
+        path: str,
+        request_id: str,
+        fresh: str,
+        held: incoming.Held,
     ) -> web.StreamResponse:
         settings = self._settings
-        body = await incoming.read_body(request, settings.max_body_bytes, settings.body_timeout_s)
+        body = await incoming.read_body(
+            request, settings.max_body_bytes, settings.body_timeout_s, held
+        )
         start = time.thread_time()
         parsed = incoming.parse(request, body)
         if parsed is not None and incoming.clean(parsed):
@@ -179,6 +190,7 @@ class Proxy:
             parsed,
             model,
             routing,
+            held,
             streamed,
             home,
             stored and home is None,
@@ -375,11 +387,14 @@ class Proxy:
         headers["X-Mimo-Worker"] = target
         headers["X-Mimo-Reason"] = decision.reason
         headers["X-Mimo-Predicted-Hit"] = str(decision.chosen.hit_tokens)
-        routing = exchange.routing
+
+        def first_byte() -> None:
+            exchange.body, exchange.parsed = b"", None  # it is not sent again any more
+            exchange.held.release()
+            self._service.first_token(exchange.routing)
+
         try:
-            return await relay(
-                exchange.request, upstream, headers, lambda: self._service.first_token(routing)
-            )
+            return await relay(exchange.request, upstream, headers, first_byte)
         except Closed as error:
             raise Unstarted("closed", target, str(error)) from None
 

@@ -63,6 +63,7 @@ class Settings:
         admin_key: asked for by what changes or tells things; None: only this machine may.
         worker_key: sent to workers with the router's own questions (their ``--api-key``).
         max_body_bytes: of a request.
+        max_buffered_bytes: of all bodies that are held at once.
         max_header_bytes: of one header line.
         max_headers: of a request.
         max_connections, max_in_flight: at once.
@@ -89,6 +90,7 @@ class Settings:
     admin_key: str | None = None
     worker_key: str | None = None
     max_body_bytes: int = 32 << 20
+    max_buffered_bytes: int = 2 << 30
     max_header_bytes: int = 16 << 10
     max_headers: int = 128
     max_connections: int = 4096
@@ -143,6 +145,7 @@ class Settings:
 _BOUNDS: Mapping[str, tuple[float, float]] = {
     "port": (0, 65535),
     "max_body_bytes": (1024, 1 << 31),
+    "max_buffered_bytes": (1024, 1 << 40),
     "max_header_bytes": (256, 1 << 20),
     "max_headers": (8, 4096),
     "max_connections": (1, 1 << 20),
@@ -160,10 +163,15 @@ _BOUNDS: Mapping[str, tuple[float, float]] = {
 }
 
 
+_MIB_OPTIONS = {
+    "max_body_bytes": "--max-body-mib",
+    "max_buffered_bytes": "--max-buffered-mib",
+}
+
+
 def option(field: str) -> str:
     """The option that sets a field."""
-    special = {"max_body_bytes": "--max-body-mib", "hash_block_tokens": "--hash-block-tokens"}
-    name = special.get(field, "--" + field.replace("_", "-"))
+    name = _MIB_OPTIONS.get(field, "--" + field.replace("_", "-"))
     return name.removesuffix("-s") if field.endswith("_s") and field != "tokens_per_s" else name
 
 
@@ -181,18 +189,18 @@ def check_number(setting: str, value: float | None, low: float, high: float) -> 
     """Refuse a number out of bounds; None is no number and no fault."""
     if value is None or (math.isfinite(value) and low <= value <= high):
         return
-    if setting == "--max-body-mib":
+    if setting in _MIB_OPTIONS.values():
         value, low, high = value / 2**20, low / 2**20, high / 2**20
     raise setting_error(setting, value, f"{low:g} to {high:g}", "choose a value in that range")
 
 
-def body_bytes(mib: float) -> int:
-    """Bytes of ``--max-body-mib``.
+def bytes_of(field: str, mib: float) -> int:
+    """Bytes of an option in MiB.
 
     Raises:
         ConfigError: it is out of bounds.
     """
-    check_number("--max-body-mib", mib * 2**20, *_BOUNDS["max_body_bytes"])
+    check_number(_MIB_OPTIONS[field], mib * 2**20, *_BOUNDS[field])
     return int(mib * 2**20)
 
 

@@ -357,6 +357,15 @@ def test_an_answer_takes_back_windows_and_brings_others():
     assert worker.index.lookup(other[0], 300) == {"w": 256}
 
 
+def test_an_answer_takes_back_a_window_that_the_start_cuts_off():
+    worker = Worker(window_capacity_tokens=2048)
+    hashes, length = prompt(1, 700)
+    worker.store(hashes, 32)
+    assert worker.index.lookup(hashes, 40) == {"w": 32}
+    worker.index.correct("w", hashes, 0, worker.clock.tick(), prompt_tokens=length)
+    assert worker.index.lookup(hashes, 40) == {}
+
+
 def test_what_came_while_a_request_was_on_its_way_stays():
     worker = Worker(window_capacity_tokens=2048)
     long, short = prompt(1, 700), prompt(1, 300)

@@ -102,6 +102,7 @@ def test_what_is_found_is_what_is_there(page, steps):
 @pytest.mark.parametrize("page", [1, 4, 8, 16])
 def test_salt_and_adapter_tell_prompts_apart(page):
     tree, tokens = Tree(page), PROMPTS[0]
+    tree.store(tokens, 16 // page, salt="s", lora="l")
     tree.store(tokens, 64 // page, salt="s", lora="l")
     keys = {0: (("lora", "l"), ("salt", "s"))}
     assert tree.index.lookup(block_hashes(tokens, HASH, keys), 64) == {"w": 64}

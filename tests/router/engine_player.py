@@ -58,7 +58,10 @@ class Player:
         self.kv.pool.enable_kv_cache_events = True
         ahead = dict.fromkeys(self.kv.lookahead_groups, 1)
         unit = unit or self.kv.hash_tokens
-        self.index = index or NamedIndex(unit, lookahead_blocks=ahead)
+        # With the feature kv a batch need not name every group before the first window is kept.
+        self.index = index or NamedIndex(
+            unit, lookahead_blocks=ahead, num_groups=len(groups) if plugin else None
+        )
         self.name = name
         self.hasher = PromptHasher(unit)
         self.rng = random.Random(seed)

@@ -122,6 +122,35 @@ async def test_malformed_bodies_are_refused_in_the_api_s_form(body: bytes) -> No
         assert await front.metric("mimo_router:requests_total", outcome="internal") == 0
 
 
+@in_loop
+async def test_all_bodies_together_have_a_limit() -> None:
+    gate = asyncio.Event()
+
+    async def wait(worker: FakeWorker, request: web.Request) -> web.StreamResponse:
+        if worker.seen[-1].get("stream"):
+            return await stream([b"data: 1\n\n"] * 5, pause_s=0.2)(worker, request)
+        await gate.wait()
+        return web.json_response({})
+
+    worker = await FakeWorker(wait).start()
+    async with routing(worker, max_buffered_bytes=3 << 20) as front:
+        text = "x" * (1 << 20)
+        calls = [asyncio.create_task(front.chat(text)) for _ in range(2)]
+        await until(lambda: worker.active == 2)
+        code, headers, body = await front.chat(text)
+        assert code == 503 and headers["Retry-After"] == "1"
+        assert "--max-buffered-mib" in json.loads(body)["error"]["message"]
+        gate.set()
+        assert {(await call)[0] for call in calls} == {200}
+        assert front.app.proxy.budget.used_bytes == 0
+        # A stream that has begun needs its body no more.
+        going = asyncio.create_task(front.chat(text, stream=True))
+        await until(lambda: worker.active == 1)
+        await asyncio.sleep(0.1)
+        assert front.app.proxy.budget.used_bytes == 0
+        assert (await going)[0] == 200
+
+
 # Slow and greedy clients
 
 

@@ -107,6 +107,7 @@ def test_one_worker_has_one_name(text: str, url: str) -> None:
         (["--worker-key", "ü"], "--worker-key"),
         (["--max-body-mib", "0"], "--max-body-mib"),
         (["--max-body-mib", "nan"], "--max-body-mib"),
+        (["--max-buffered-mib", "0"], "--max-buffered-mib"),
         (["--max-headers", "1"], "--max-headers"),
         (["--max-in-flight", "0"], "--max-in-flight"),
         (["--retries", "-1"], "--retries"),

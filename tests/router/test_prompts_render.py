@@ -36,7 +36,8 @@ class Worker:
             await asyncio.sleep(self.delay_s)
         answer = self.answer(self.got[-1]) if callable(self.answer) else self.answer
         return web.Response(
-            text=answer if isinstance(answer, str) else json.dumps(answer), status=self.status
+            text=answer if isinstance(answer, str) else json.dumps(answer),
+            status=403 if answer is None else self.status,
         )
 
 
@@ -156,11 +157,38 @@ def test_a_worker_without_the_endpoint_is_not_asked_again() -> None:
     async def test(client: RenderClient, worker: Worker) -> None:
         for index in range(3):
             assert await client.render(CHAT, {**BODY, "x": index}, {}) is None
-        assert len(worker.got) == 1
-        await client.render("/v1/completions", {"prompt": "a"}, {})
-        assert len(worker.got) == 2, "other endpoints may exist"
+        assert [path for path, _, _ in worker.got] == [CHAT + "/render", "/tokenize"]
+        await client.render("/v1/responses", {"input": "a"}, {})
+        assert len(worker.got) == 3, "other endpoints may exist"
 
     run(test, Worker({}, status=404))
+
+
+def test_tokenize_stands_in_for_render_where_it_can() -> None:
+    """vLLM without ``--enable-scale-out``."""
+
+    async def test(client: RenderClient, worker: Worker) -> None:
+        image = [{"type": "image_url", "image_url": {"url": "data:,x"}}]
+        asked = [
+            (CHAT, {**BODY, "reasoning_effort": "low", "documents": [1]}),
+            ("/v1/completions", {"prompt": "a", "add_special_tokens": False}),
+            (CHAT, {**BODY, "truncate_prompt_tokens": 5}),
+            (CHAT, {"messages": [{"role": "user", "content": image}]}),
+            ("/v1/completions", {"prompt": ["a", "b"]}),
+            ("/v1/messages", BODY),
+        ]
+        answers = [await client.render(path, body, {}) for path, body in asked]
+        assert [a is not None for a in answers] == [True, True, False, False, False, False]
+        kwargs = {"enable_thinking": True, "reasoning_effort": "low", "documents": [1]}
+        sent = [body for path, body, _ in worker.got if path == "/tokenize"]
+        assert sent == [
+            {"model": "m", "messages": BODY["messages"], "chat_template_kwargs": kwargs},
+            {"prompt": "a", "add_special_tokens": False},
+        ]
+
+    worker = Worker()
+    worker.answer = lambda got: {"tokens": [5]} if got[0] == "/tokenize" else None
+    run(test, worker)
 
 
 def test_a_refusal_says_nothing_of_the_worker() -> None:

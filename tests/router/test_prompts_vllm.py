@@ -22,7 +22,8 @@ from tools.tiny_mimo import CHAT_TEMPLATE
 pytestmark = [pytest.mark.vllm]
 pytest.importorskip("vllm")
 
-EXAMPLES = int(os.environ.get("MIMO_PROMPT_EXAMPLES", "150"))
+EXPLORE = os.environ.get("MIMO_HYPOTHESIS") == "explore"
+EXAMPLES = 1500 if EXPLORE else 200
 MODELS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
     "mimo": (made.qwen, CHAT_TEMPLATE, None),
     "qwen": (made.qwen, made.QWEN_TEMPLATE, None),
@@ -250,7 +251,7 @@ def test_random_chats(model: str, sites: dict[str, Site]) -> None:
     site = sites[model]
     compared = 0
 
-    @settings(max_examples=EXAMPLES, deadline=None)
+    @settings(max_examples=EXAMPLES, deadline=None, derandomize=not EXPLORE)
     @given(CHATS)
     def check(body: dict[str, Any]) -> None:
         nonlocal compared
@@ -269,7 +270,7 @@ def test_random_chats(model: str, sites: dict[str, Site]) -> None:
             assert ours == theirs
 
     check()
-    assert compared >= 60, "too few requests were compared"
+    assert compared >= EXAMPLES // 6, "too few requests were compared"
     assert site.reader.status["prompts"]["errors"] == 0
 
 
