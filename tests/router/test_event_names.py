@@ -236,7 +236,7 @@ def fed(*batches, unit=2, **options):
 
 def test_a_window_event_before_the_full_one():
     tokens = tokens_of(0, 8)
-    # Blocks 2 and 3 of the window group are kept: "c" has no name of its own, "y" is the full one's.
+    # Blocks 2 and 3 are kept: "c" has no name of its own, "y" is the full one's.
     one = fed([window(["c", "y"], None, tokens), full(["x", "y"], None, tokens)])
     later = fed([window(["c", "y"], None, tokens)], [full(["x", "y"], None, tokens)])
     assert hit(one, tokens) == 8
