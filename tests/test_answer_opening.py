@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mimo_plugin.core.chat_key import answer_anchors
-from mimo_plugin.engines.chat_template import answer_opening_from
+from mimo_plugin.chat_template import answer_opening_from
 from tests import test_message_starts as templates
 from tests.test_message_starts import FakeTokenizer, Messages
 

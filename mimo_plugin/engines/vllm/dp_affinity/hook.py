@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from mimo_plugin.chat_template import answer_opening_from
 from mimo_plugin.config_dp_affinity import DpAffinityConfig
 from mimo_plugin.core.chat_key import Keys, Mark, named_key, seed_of
 from mimo_plugin.core.dp_affinity import Choice, DpAffinity, rank_load
-from mimo_plugin.engines.chat_template import answer_opening_from
 from mimo_plugin.engines.vllm import register
 from mimo_plugin.engines.vllm.dp_affinity.report import REPORT
 
