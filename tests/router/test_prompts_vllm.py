@@ -370,6 +370,10 @@ def test_settings_of_the_server(model: str, options: dict[str, Any], tmp_path: P
         {"messages": _turns("a", "b", "c")},
         {"messages": _turns("a"), "tools": [tool], "tool_choice": "none"},
         {"messages": _turns("a"), "chat_template_kwargs": {"enable_thinking": True}},
+        {
+            "messages": _turns("a"),
+            "chat_template_kwargs": {"enable_thinking": None, "mood": "auto"},
+        },
     ):
         theirs = site.vllm("/v1/chat/completions", body)
         assert theirs
