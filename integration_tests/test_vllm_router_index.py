@@ -15,6 +15,7 @@ import pytest
 from integration_tests.kv_client import Client
 from integration_tests.router_traffic import IndexThread, Traffic, events_config
 from integration_tests.side_by_side import start_all
+from mimo_plugin.router.prompt import Prompt
 from tools.server import free_port
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -128,45 +129,66 @@ def test_the_right_worker_of_two(clients, index):
         assert index.predict(target, prompt) == clients[target].complete(prompt, 1).cached
 
 
+def copies(index, target, prompt):
+    """Copies of each full-attention block of a prompt that the index knows of."""
+    groups = index.index.named_snapshot(target).blocks.groups
+    geometry, blocks = groups[0]
+    step = geometry.block_size_tokens // index.hasher.hash_block_tokens
+    hashes = index.hasher.hashes(Prompt(prompt, len(prompt)))[step - 1 :: step]
+    return [blocks[block][0] if block in blocks else 0 for block in hashes]
+
+
+def press(client, index, traffic, tokens, done):
+    """Fill the cache of "other" with other prompts, until ``done`` says so."""
+    for _ in range(80):
+        client.complete(traffic.message(tokens), 1)
+        index.settle("other")
+        if done():
+            return
+    raise AssertionError("it never came to that")
+
+
 def test_the_right_worker_when_one_of_two_copies_is_evicted(clients, index):
-    """Two requests at once compute the same blocks twice; then pressure takes some copies."""
-    traffic = Traffic(5)
+    """Requests at once compute the same blocks twice; pressure takes one of the copies."""
+    client, traffic = clients["other"], Traffic(5)
     prompt = traffic.message(600)
-    clients["other"].at_once([prompt, prompt, prompt[:500], prompt], 2)
+    client.at_once([prompt] * 3, 2)
     clients["stock"].complete(prompt[:200], 1)
     for target in ("stock", "other"):
         index.settle(target, quiet_s=0.3)
-    for _ in range(14):
-        clients["other"].complete(traffic.message(150), 1)
-        index.settle("other")
-        expected = {target: index.predict(target, prompt) for target in ("stock", "other")}
-        probe = index.hasher
-        assert probe.hash_block_tokens == 16
-        if expected["other"] == 0:
-            break
+    before = copies(index, "other", prompt)
+    assert max(before) > 1 and min(before) > 0
+
+    def one_is_gone():
+        now = copies(index, "other", prompt)
+        return min(now) > 0 and any(a > b for a, b in zip(before, now, strict=True))
+
+    press(client, index, traffic, 70, one_is_gone)
+    assert longest(index, prompt) == "other" and index.predict("other", prompt) > 500
     for target in ("stock", "other"):
         assert index.predict(target, prompt) == clients[target].complete(prompt, 1).cached
 
 
 def test_the_right_worker_when_the_window_at_the_end_is_evicted(clients, index):
     """All full-attention blocks are there and the window is not: the other worker hits more."""
-    traffic = Traffic(6)
-    prompt = traffic.message(700)
-    clients["other"].complete(prompt[:650], 1)
-    clients["stock"].complete(prompt[:200], 1)
+    client, traffic = clients["other"], Traffic(6)
+    beginning = traffic.message(650)
+    prompt = beginning + traffic.message(60)
+    client.complete(beginning, 1)
+    # Its window leaves the cache before the blocks that this one goes on from.
+    client.complete(beginning + traffic.message(200), 1)
+    clients["stock"].complete(prompt[:300], 1)
     for target in ("stock", "other"):
         index.settle(target, quiet_s=0.3)
     assert longest(index, prompt) == "other"
-    for _ in range(40):
-        clients["other"].complete(traffic.message(150), 1)
-        index.settle("other")
-        full, hit = index.full_prefix("other", prompt), index.predict("other", prompt)
-        if full > hit:
-            break
-    assert full > 200 and hit < full
-    clients["stock"].complete(prompt[:300], 1)
-    index.settle("stock")
+
+    def window_is_gone():
+        return index.predict("other", prompt) < 200
+
+    press(client, index, traffic, 70, window_is_gone)
+    assert index.full_prefix("other", prompt) > 500
     assert longest(index, prompt) == "stock"
+    hit = index.predict("other", prompt)
     real = {target: clients[target].complete(prompt, 1).cached for target in ("stock", "other")}
     assert real["stock"] > real["other"] == hit
 
