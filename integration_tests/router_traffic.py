@@ -21,7 +21,7 @@ from mimo_plugin.router.prompt import Prompt
 UNIT = 16
 FIRST_TOKEN, LAST_TOKEN = 300, 1000
 MESSAGE_START = 1
-SETTLE_S = 0.05
+SETTLE_S = 0.06
 SETTLE_LIMIT_S = 10.0
 
 
@@ -63,25 +63,35 @@ class IndexThread:
         """Read a server's events from now on."""
         reader = EventReader(target, endpoint, replay, self.index, UNIT)
         self.readers[target] = reader
-        self._tasks[target] = asyncio.run_coroutine_threadsafe(reader.run(), self._loop)
+
+        async def begin() -> asyncio.Task[None]:
+            return asyncio.create_task(reader.run())
+
+        begun = asyncio.run_coroutine_threadsafe(begin(), self._loop)
+        self._tasks[target] = begun.result(10)
         return reader
 
     def forget(self, target: str) -> None:
         """Stop reading them."""
         task = self._tasks.pop(target)
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError, BaseException):
-            task.result(5)
 
-    def settle(self, target: str) -> None:
+        async def end() -> None:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+        asyncio.run_coroutine_threadsafe(end(), self._loop).result(10)
+
+    def settle(self, target: str, quiet_s: float = SETTLE_S) -> None:
         """Wait until nothing has come for a moment (a request may have caused nothing at all)."""
         reader = self.readers[target]
         began = time.monotonic()
         while True:
             time.sleep(0.005)
             status, now_s = reader.status, time.monotonic()
-            quiet_s = min(now_s - began, status["last_event_age_s"] or 0.0)
-            if quiet_s > SETTLE_S and status["trusted"]:
+            age_s = status["last_event_age_s"]
+            still_s = now_s - began if age_s is None else min(now_s - began, age_s)
+            if still_s > quiet_s and status["trusted"]:
                 return
             assert now_s < began + SETTLE_LIMIT_S, status
 
@@ -90,6 +100,15 @@ class IndexThread:
         hashes = self.hasher.hashes(Prompt(prompt, len(prompt), salt=salt))
         asked = asyncio.run_coroutine_threadsafe(self._lookup(hashes, len(prompt) - 1), self._loop)
         return asked.result(10).get(target, 0)
+
+    def full_prefix(self, target: str, prompt: Sequence[int]) -> int:
+        """The same for full attention alone."""
+        hashes = self.hasher.hashes(Prompt(prompt, len(prompt)))
+
+        async def ask() -> dict[str, int]:
+            return self.index.full_prefixes(hashes, len(prompt) - 1)
+
+        return asyncio.run_coroutine_threadsafe(ask(), self._loop).result(10).get(target, 0)
 
     async def _lookup(self, hashes: list[int], max_hit_tokens: int) -> dict[str, int]:
         return self.index.lookup(hashes, max_hit_tokens)

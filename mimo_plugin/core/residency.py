@@ -268,14 +268,17 @@ class ResidencyIndex:
     def _store(
         self, state: _Worker, group: int, block: Hash, parent: Hash | None, known: bool
     ) -> None:
+        geometry = self._geometry[group]
         if not self._copies[group].add(block, state.slot):
+            if known and geometry.is_full:
+                # Its first copy may have come without its place in the chain.
+                self._chains[geometry].gained(block, state.slot, parent, known)
             return
         if state.blocks >= self._max_blocks:
             self.overflows += 1
             self._clear(state)
             return
         state.blocks += 1
-        geometry = self._geometry[group]
         if geometry.is_full:
             self._chains[geometry].gained(block, state.slot, parent, known)
         else:

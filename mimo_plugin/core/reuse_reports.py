@@ -17,6 +17,8 @@ from math import lcm
 from mimo_plugin.core.engine_events import EngineEvent, EngineStored, Groups, in_device
 from mimo_plugin.core.kv_events import Hash
 
+_SURE = 3
+
 
 class ReuseReports:
     """Finds them.
@@ -26,11 +28,12 @@ class ReuseReports:
         has: whether a group has a block.
     """
 
-    __slots__ = ("_groups", "_has", "seen")
+    __slots__ = ("_groups", "_has", "_sure", "seen")
 
     def __init__(self, groups: Groups, has: Callable[[Hash, int], bool]) -> None:
         self._groups = groups
         self._has = has
+        self._sure = 0
         #: those that were certain
         self.seen = 0
 
@@ -39,7 +42,8 @@ class ReuseReports:
 
         A request does not store again what it finds, so a known hit makes it certain; but for a
         prompt as short as one aligned block, which may not hit itself. Once an engine is known to
-        publish reports all events of that form are taken for them.
+        publish reports (several were longer than a window) all events of that form are taken for
+        them.
         """
         groups = sorted(self._groups.geometry)
         found: dict[int, bool] = {}
@@ -51,8 +55,9 @@ class ReuseReports:
                 continue
             known = all(self._has_hit(event) for event in row)
             long = self._is_long(row[0])
-            self.seen += known and long > 1
-            if self.seen or (known and long):
+            self.seen += known and long > 0
+            self._sure += known and long > 1
+            if self._sure >= _SURE or (known and long):
                 found.update(dict.fromkeys(range(at, at + len(groups)), known))
             at += len(groups)
         return found

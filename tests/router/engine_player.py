@@ -71,6 +71,8 @@ class Player:
         self.next_token = 1000
         self.seq = 0
         self.payloads: list[bytes] = []
+        # All groups are heard of, and seen to have blocks of more than one hash.
+        self.kv.run(self.fresh(4 * self.kv.alignment_tokens))
 
     def fresh(self, count: int) -> list[int]:
         """New tokens, some of which open a message."""
