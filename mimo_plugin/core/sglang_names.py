@@ -104,18 +104,18 @@ class SglangNames:
             self.counts.ignored_events += 1
             return None
 
-    def snapshot(self) -> dict[Hash, tuple[int | None, int, tuple[int, ...]]]:
+    def snapshot(self) -> dict[Hash, tuple[int | None, int]]:
         """Of each page that ends with a block: canonical hash, and number of copies."""
         return {
-            page: (name, 1 + self._further.get(page, 0), ())
+            page: (name, 1 + self._further.get(page, 0))
             for page, (name, behind) in self._places.items()
             if not behind
         }
 
-    def restore(self, saved: Mapping[Hash, tuple[int | None, int, tuple[int, ...]]]) -> None:
+    def restore(self, saved: Mapping[Hash, tuple[int | None, int]], _groups: object = None) -> None:
         """Have what :meth:`snapshot` gave; what comes after other pages is unknown from now on."""
         self.clear()
-        for page, (name, copies, _) in saved.items():
+        for page, (name, copies) in saved.items():
             self._places[page] = name, ()
             if copies > 1:
                 self._further[page] = copies - 1

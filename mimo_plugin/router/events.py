@@ -72,7 +72,6 @@ class EventReader:
         replay_wait_s: float = REPLAY_WAIT_S,
         decode: Callable[[bytes], tuple[list[EngineEvent], int]] = decode,
         context: zmq.asyncio.Context | None = None,
-        decode: Callable[[bytes], tuple[list[EngineEvent], int]] = decode,
     ) -> None:
         if hash_block_tokens not in (None, index.hash_block_tokens):
             raise ValueError(
@@ -88,7 +87,6 @@ class EventReader:
         self._replay_wait_s = replay_wait_s
         self._decode = decode
         self._context = context
-        self._decode = decode
         self._connected = False
         self._quiet_s = QUIET_S[0]
         self._last_live = -1

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 from mimo_plugin.core.named_index import NamedIndex
 from mimo_plugin.router.events import EventReader
-from mimo_plugin.router.snapshots import SnapshotError
+from mimo_plugin.router.snapshots import pack, unpack
 from mimo_plugin.router.state import SharedState
 
 log = logging.getLogger(__name__)
@@ -26,16 +26,20 @@ _LOAD_S = 10.0
 
 async def restore(state: SharedState, index: NamedIndex, reader: EventReader) -> None:
     """Have what another router kept of a target, before its events are read."""
+    target = reader.target
     try:
-        data = await asyncio.wait_for(state.load_snapshot(reader.target), _LOAD_S)
-        if data is not None:
-            reader.restore(data)
-    except (asyncio.TimeoutError, SnapshotError) as error:
-        log.info("%s: nothing from the shared state: %r", reader.target, error)
+        data = await asyncio.wait_for(state.load_snapshot(target), _LOAD_S)
+    except asyncio.TimeoutError:
+        log.info("%s: the shared state does not say what it held", target)
         return
-    if data is not None:
-        blocks = index.blocks_of(reader.target)
-        log.info("%s: %d blocks from the shared state", reader.target, blocks)
+    found = unpack(data, index.hash_block_tokens) if data is not None else None
+    if found is None:
+        return
+    snapshot, digest = found
+    index.restore_named(target, snapshot)
+    index.suspend(target)  # until the reader has asked what came after it
+    reader.resume(digest)
+    log.info("%s: %d blocks from the shared state", target, index.blocks_of(target))
 
 
 class Saver:
@@ -73,11 +77,10 @@ class Saver:
         index, reader = self._readings().get(target, (None, None))
         if index is None or reader is None or not index.is_trusted(target):
             return
-        next_seq = index.next_seq(target)
-        if next_seq is None or next_seq <= self.replayed_batches:
+        last = reader.last
+        if last is None or last[0] < self.replayed_batches or self._saved.get(target) == last[0]:
             return
-        if self._saved.get(target) == next_seq:
-            return
-        if await self._state.save_snapshot(target, reader.snapshot()):
-            self._saved[target] = next_seq
+        data = pack(index, target, last[1])
+        if data is not None and await self._state.save_snapshot(target, data):
+            self._saved[target] = last[0]
             self.saves += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from pathlib import Path
 
 import aiohttp
@@ -88,6 +89,8 @@ def load(settings: Settings) -> LocalTokenizer:
     Raises:
         ConfigError: it, or the template, can't be loaded.
     """
+    # A prompt is one text: threads for it cost more than they bring (2 ms of CPU at 8 KB).
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     template = None
     if settings.chat_template is not None:
         try:

@@ -12,6 +12,9 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from mimo_plugin.core.named_index import NamedIndex
+from mimo_plugin.router.events import EventReader
+from mimo_plugin.router.snapshots import pack, unpack
 from tests.router.redis_server import RedisServer
 from tests.router.test_app_proxy import in_loop
 from tests.router.workers import MODEL, FakeWorker, FakeWorkerAlias, Front, routing, until
@@ -195,3 +198,21 @@ async def test_a_router_that_starts_late_has_what_another_one_kept() -> None:
         publisher.close()
     finally:
         redis.kill()
+
+
+def test_a_snapshot_of_another_kind_is_none() -> None:
+    index = NamedIndex(BLOCK)
+    reader = EventReader("w", "tcp://127.0.0.1:1", None, index)
+    assert pack(index, "w", b"d") is None
+    index.apply("w", 0, [])
+    data = pack(index, "w", b"d")
+    assert data is not None
+    found = unpack(data, BLOCK)
+    assert found is not None and found[1] == b"d" and found[0].blocks.next_seq == 1
+    assert unpack(data, 2 * BLOCK) is None
+    for wrong in (b"", data[:-3], b"\xc1" * 10, msgspec.msgpack.encode([1, 2])):
+        assert unpack(wrong, BLOCK) is None
+    assert reader.last is None
+    index.restore_named("w", found[0])
+    reader.resume(b"d")
+    assert reader.last == (0, b"d")

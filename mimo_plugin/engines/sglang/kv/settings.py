@@ -7,11 +7,11 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from mimo_plugin.chat_template import message_starts_from
 from mimo_plugin.config import KvConfig
 from mimo_plugin.core import retention
 from mimo_plugin.core.retention import Ladder, RetentionRule
 from mimo_plugin.core.window import GroupGeometry
-from mimo_plugin.chat_template import message_starts_from
 
 logger = logging.getLogger("sglang.mimo_plugin")
 

@@ -7,8 +7,8 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from mimo_plugin.core import retention
 from mimo_plugin.chat_template import message_starts_from
+from mimo_plugin.core import retention
 from mimo_plugin.errors import setting_error
 
 logger = logging.getLogger("vllm.mimo_plugin")
