@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from typing import Any
 
 _LOGGER = logging.getLogger(__name__)
@@ -37,9 +38,7 @@ def _starts_of_chat(tokenizer: Any, roles: tuple[str, ...]) -> tuple[int, ...]:
 
     # Without its first token: that one may merge with a space before it.
     text = list(tokenizer.encode(_PROBE_TEXT, add_special_tokens=False))[1:]
-    special = set(getattr(tokenizer, "all_special_ids", ()) or ())
-    added = getattr(tokenizer, "added_tokens_decoder", {}) or {}
-    special |= {i for i, token in added.items() if getattr(token, "special", False)}
+    special = _special_ids(tokenizer)
 
     whole = render(len(roles))
     found = _occurrences(whole, text)
@@ -55,6 +54,67 @@ def _starts_of_chat(tokenizer: Any, roles: tuple[str, ...]) -> tuple[int, ...]:
             gap = gap[len(ending) :]
         starts.update(gap[:1])
     return tuple(sorted(starts))
+
+
+def _special_ids(tokenizer: Any) -> set[int]:
+    special = set(getattr(tokenizer, "all_special_ids", ()) or ())
+    added = getattr(tokenizer, "added_tokens_decoder", {}) or {}
+    return special | {i for i, token in added.items() if getattr(token, "special", False)}
+
+
+def answer_opening_from(tokenizer: Any, logger: logging.Logger = _LOGGER) -> tuple[int, ...]:
+    """Tokens that open the model's answer, in a chat's history as where it is asked to speak.
+
+    The shortest run that opens no other message; it starts with a special token. () where the
+    template has none.
+    """
+    for roles in (("system", "user", "assistant", "user"), ("user", "assistant", "user")):
+        try:
+            return _opening_of_chat(tokenizer, roles)
+        except Exception as error:  # templates raise whatever they like, e.g. for a system message
+            logger.debug("mimo: chat template refuses roles %s: %s", roles, error)
+    return ()
+
+
+def _opening_of_chat(tokenizer: Any, roles: tuple[str, ...]) -> tuple[int, ...]:
+    starts = _starts_of_chat(tokenizer, roles)
+    messages = [{"role": role, "content": _PROBE_TEXT} for role in roles]
+    asked = roles.index("user")
+
+    def render(count: int, ask: bool) -> list[int]:
+        chat = messages[:count]
+        more = {"add_generation_prompt": True} if ask else {}
+        return list(tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False, **more))
+
+    text = list(tokenizer.encode(_PROBE_TEXT, add_special_tokens=False))[1:]
+    whole, asking = render(len(roles), False), render(asked + 1, True)
+    found = _occurrences(whole, text)
+    ends = [0, *(at + len(text) for at in found)]
+    # what stands before the text of each message: the end of the one before it, and its opening
+    gaps = [whole[end:at] for end, at in zip(ends[:-1], found, strict=True)]
+    last = asking[_occurrences(asking, text)[-1] + len(text) :]
+    others = [gap for gap, role in zip(gaps, roles, strict=True) if role != "assistant"]
+    # from a message's start on; where answers have none, from the end of the question on
+    for wanted in (starts, _special_ids(tokenizer)):
+        opening = _common(_from_first(gaps[asked + 1], wanted), _from_first(last, wanted))
+        for width in range(1, len(opening) + 1):
+            if not any(_occurrences(gap, opening[:width]) for gap in others):
+                return tuple(opening[:width])
+    return ()
+
+
+def _from_first(ids: list[int], wanted: Collection[int]) -> list[int]:
+    """``ids`` from the first one that is ``wanted``; nothing where there is none."""
+    at = next((i for i, token in enumerate(ids) if token in wanted), len(ids))
+    return ids[at:]
+
+
+def _common(one: list[int], other: list[int]) -> list[int]:
+    """What both begin with."""
+    same = 0
+    while same < min(len(one), len(other)) and one[same] == other[same]:
+        same += 1
+    return one[:same]
 
 
 def _occurrences(ids: list[int], part: list[int]) -> list[int]:

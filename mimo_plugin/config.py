@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from mimo_plugin.config_dp_affinity import DpAffinityConfig, parse_dp_affinity
 from mimo_plugin.config_tiers import TiersConfig, parse_tiers
 from mimo_plugin.config_values import (
     CHECKPOINT_CLASSES,
@@ -165,6 +166,7 @@ class MimoConfig:
         vision: settings of the feature ``vision``.
         video: settings of the feature ``video``.
         tiers: settings of the feature ``tiers``.
+        dp_affinity: settings of the feature ``dp_affinity``.
         user_scheduler_cls: dotted path of the scheduler class that the user had set, which ours
             composes with.
         plugin_version: version of the plugin that validated this; empty before validation.
@@ -182,6 +184,7 @@ class MimoConfig:
     vision: VisionConfig = field(default_factory=VisionConfig)
     video: VideoConfig = field(default_factory=VideoConfig)
     tiers: TiersConfig = field(default_factory=TiersConfig)
+    dp_affinity: DpAffinityConfig = field(default_factory=DpAffinityConfig)
     user_scheduler_cls: str | None = None
     plugin_version: str = ""
     engine_label: str = ""
@@ -423,6 +426,10 @@ def _parse_tiers(raw: object) -> TiersConfig:
     return parse_tiers(f"{SECTION}.tiers", raw)
 
 
+def _parse_dp_affinity(raw: object) -> DpAffinityConfig:
+    return parse_dp_affinity(f"{SECTION}.dp_affinity", raw)
+
+
 _SECTIONS: dict[str, Callable[[object], Any]] = {
     "kv": _parse_kv,
     "scheduler": _parse_scheduler,
@@ -430,6 +437,7 @@ _SECTIONS: dict[str, Callable[[object], Any]] = {
     "vision": _parse_vision,
     "video": _parse_video,
     "tiers": _parse_tiers,
+    "dp_affinity": _parse_dp_affinity,
 }
 
 

@@ -159,6 +159,16 @@ _TABLE = (
         default=False,
         replaced_by="touches and window-aware look-ups in the engines' own tiers",
     ),
+    Feature(
+        name="dp_affinity",
+        title="the turns of a chat stay on one data-parallel rank",
+        status="available",
+        engines=("vllm",),
+        seam="DPLBAsyncMPClient.get_core_engine_for_request",
+        contracts=("vllm.v1.engine.core_client", "vllm.v1.engine", "vllm.config.parallel"),
+        default=True,
+        replaced_by="a balancer in vLLM that keeps a session on its rank while ranks tie",
+    ),
 )
 
 FEATURES: dict[str, Feature] = {feature.name: feature for feature in _TABLE}

@@ -48,6 +48,7 @@ DIRECTIONS = ("read", "written")
 TIER_MISSES = ("absent", "no_window", "host_capacity")
 TIER_KINDS = ("full", "swa", "draft", "other")
 TIER_PAGES = ("written", "read", "touched", "missed", "damaged", "dropped", "evicted", "repaired")
+AFFINITY_OUTCOMES = ("new", "stayed", "moved", "other")
 
 Kind = Literal["counter", "gauge", "histogram"]
 
@@ -342,6 +343,14 @@ METRICS: tuple[MetricSpec, ...] = (
         "counter",
         "tier_failed_calls",
         "Calls to stores of which no answer came in time, or an error.",
+    ),
+    _spec(
+        "counter",
+        "dp_affinity_requests",
+        "Requests by data-parallel rank, and why they went there: the first of a chat in that API "
+        "process, at the chat's rank, elsewhere because that rank was loaded, or by vLLM's own "
+        "choice.",
+        {"outcome": AFFINITY_OUTCOMES, "rank": ()},
     ),
     _spec("counter", "metrics_dropped", "Observations lost because nobody collected them."),
     _spec(

@@ -17,6 +17,7 @@ from mimo_plugin.cli._environment import KNOWN_VARIABLES
 from mimo_plugin.cli.patches import ACTIONS
 from mimo_plugin.config import (
     CHECKPOINT_CLASSES,
+    DpAffinityConfig,
     KvConfig,
     MtpConfig,
     SchedulerConfig,
@@ -66,6 +67,7 @@ SECTIONS = {
     "mtp": MtpConfig,
     "vision": VisionConfig,
     "video": VideoConfig,
+    "dp_affinity": DpAffinityConfig,
 }
 #: and those that are not on unless named
 ALL_SECTIONS = {**SECTIONS, "tiers": TiersConfig}

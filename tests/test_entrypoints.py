@@ -85,7 +85,12 @@ def healthy(monkeypatch):
     fit.why_not = lambda vllm_config: None
     monkeypatch.setitem(sys.modules, "fit_for_test", fit)
     fits = {"kv": "fit_for_test", "scheduler": "fit_for_test"}
-    unused = {"mtp": "speculative decoding is off", "vision": "no images", "video": "no videos"}
+    unused = {
+        "mtp": "speculative decoding is off",
+        "vision": "no images",
+        "video": "no videos",
+        "dp_affinity": "one rank",
+    }
     for name, why in unused.items():
         unasked = types.ModuleType(f"{name}_fit_for_test")
         unasked.unused = lambda vllm_config: True

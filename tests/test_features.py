@@ -13,6 +13,7 @@ def test_names_are_the_designed_ones_in_order():
         "vision",
         "video",
         "tiers",
+        "dp_affinity",
     )
 
 
@@ -25,8 +26,9 @@ def test_available_features_are_fully_described():
 
 
 def test_lists_by_engine():
-    assert features.defaults("vllm") == ("kv", "scheduler", "mtp", "vision", "video")
+    unasked = ("kv", "scheduler", "mtp", "vision", "video", "dp_affinity")
+    assert features.defaults("vllm") == unasked
     assert features.defaults("sglang") == ("kv", "scheduler", "vision")
     # Host memory needs room and a store a place, so nobody gets them unasked.
-    assert features.available("vllm") == (*features.defaults("vllm"), "tiers")
+    assert set(features.available("vllm")) == {*unasked, "tiers"}
     assert features.available("sglang") == (*features.defaults("sglang"), "tiers")

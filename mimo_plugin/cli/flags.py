@@ -110,6 +110,7 @@ def vllm_command(
     media = model.architecture in VISION_ARCHITECTURES
     tiered = tiers_config is not None and not connector
     fits = {"mtp": bool(drafts), "vision": media, "video": media, tiers.FEATURE: tiered}
+    fits["dp_affinity"] = False  # the command has one rank
     names = tuple(name for name in available("vllm") if fits.get(name, True))
     if features is not None:
         names = parse_plugin_option(f"mimo:{features}") or ()
@@ -146,6 +147,8 @@ def vllm_command(
         "retention interval 0: checkpoints are kept by class, not at fixed distances",
         "hybrid KV cache manager kept on: without it sliding-window layers cost as much as full",
     ]
+    if "dp_affinity" not in names:
+        notes.append("with --data-parallel-size N: add dp_affinity to the features")
     if tp > 1:
         arguments.append(("--tensor-parallel-size", str(tp)))
     if max_len is not None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from mimo_plugin.contracts.row import Contract, call, class_, replaced
+from mimo_plugin.contracts.vllm_dp_affinity import DP_AFFINITY_ROWS
 from mimo_plugin.contracts.vllm_kv import KV_ROWS
 from mimo_plugin.contracts.vllm_media import MEDIA_ROWS
 from mimo_plugin.contracts.vllm_mtp import MTP_ROWS
@@ -166,5 +167,6 @@ VLLM_CONTRACTS: tuple[Contract, ...] = (
     *TIERS_ROWS,
     *TIER_HOST_ROWS,
     *TIER_STORE_ROWS,
+    *DP_AFFINITY_ROWS,
 )
 """Every row.  One without features concerns the plugin itself: the switch and the metrics."""

@@ -17,6 +17,7 @@ from typing import Any
 from mimo_plugin import __version__
 from mimo_plugin.engines.prometheus import PrometheusSink
 from mimo_plugin.engines.vllm import register
+from mimo_plugin.engines.vllm.dp_affinity.report import REPORT as AFFINITY_REPORT
 from mimo_plugin.engines.vllm.media_pool import REPORT as MEDIA_REPORT
 from mimo_plugin.engines.vllm.video.report import REPORT as VIDEO_REPORT
 from mimo_plugin.engines.vllm.vision.report import REPORT as VISION_REPORT
@@ -103,7 +104,9 @@ def _logger_class() -> type:
 
         def log(self) -> None:
             """What belongs to the process goes to its first engine; also when none works."""
-            self._take(self.first_engine, MEDIA_REPORT, VISION_REPORT, VIDEO_REPORT)
+            self._take(
+                self.first_engine, MEDIA_REPORT, VISION_REPORT, VIDEO_REPORT, AFFINITY_REPORT
+            )
 
         def _take(self, engine_idx: int, *reports: Any) -> None:
             for report in reports:

@@ -51,6 +51,7 @@ _FIT_MODULES = {
     "vision": "mimo_plugin.engines.vllm.vision.fit",
     "video": "mimo_plugin.engines.vllm.video.fit",
     "tiers": "mimo_plugin.engines.vllm.tiers.fit",
+    "dp_affinity": "mimo_plugin.engines.vllm.dp_affinity.fit",
 }
 # features that live in the scheduler, or whose counters it hands over
 _SCHEDULER_FEATURES = frozenset({"kv", "scheduler", "mtp", "vision", "tiers"})
@@ -204,6 +205,8 @@ def _activate(vllm_config: Any, environ: Mapping[str, str]) -> MimoConfig | None
         media_switch.switch_on(vllm_config, config.vision, environ, first_problem)
     if "video" in features:
         _video_configuration().configure(vllm_config, config)
+    if "dp_affinity" in features:
+        _dp_affinity_hook().install()
     _write_section(vllm_config, config.to_dict())
     _install_metrics()
     log_active("API", config)
@@ -286,6 +289,12 @@ def _tiers_configuration() -> Any:
     from mimo_plugin.engines.vllm.tiers import configure
 
     return configure
+
+
+def _dp_affinity_hook() -> Any:
+    from mimo_plugin.engines.vllm.dp_affinity import hook
+
+    return hook
 
 
 def _require_module(name: str) -> None:
