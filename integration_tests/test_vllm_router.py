@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 PATIENCE_S = 30.0
 #: of a pool; a few chats fit, and what comes on top is evicted
-BLOCKS = 600
+BLOCKS = 300
 CHAT = "/v1/chat/completions"
 
 
@@ -311,12 +311,14 @@ def test_predictions_hold_under_eviction(cluster: Cluster) -> None:
     chats: list[list[dict[str, str]]] = []
     longest: dict[int, int] = {}
     for number in range(40):
-        if chats and rnd.random() < 0.6:
+        if chats and rnd.random() < 0.5:
             chat = rnd.randrange(len(chats))
             messages = chats[chat]
         else:
             chat = len(chats)
-            start = list(rnd.choice(chats))[:3] if chats and rnd.random() < 0.4 else [system(chat)]
+            start = (
+                list(rnd.choice(chats))[:3] if chats and rnd.random() < 0.4 else [system(chat, 300)]
+            )
             messages = start
             chats.append(messages)
         messages.append(user(2000 + number, rnd.randint(20, 150)))
