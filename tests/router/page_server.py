@@ -55,7 +55,8 @@ def target(name: str, rank: int | None = None, **more: Any) -> Json:
         "errors": 0,
         "events": events,
     }
-    found["events"] = events | more.pop("events", {})
+    changed = more.pop("events", {})
+    found["events"] = None if changed is None else events | changed
     return found | more
 
 
@@ -119,7 +120,11 @@ class PageServer:
         workers, decisions: what is answered.
         resident: what ``/resident`` answers.
         key: when set, what changes workers wants it.
+        guard_all: what shows them wants it too.
+        broken: what should be JSON is none.
+        slow_s: before ``/workers`` answers.
         posted: (path with query, headers, body) of all that was posted.
+        polls: how often ``/workers`` was asked.
     """
 
     def __init__(self) -> None:
@@ -129,6 +134,7 @@ class PageServer:
         self.key = ""
         self.guard_all = False
         self.broken = False
+        self.slow_s = 0.0
         self.posted: list[tuple[str, dict[str, str], str]] = []
         self.polls = 0
         self._port = 0
@@ -189,6 +195,7 @@ class PageServer:
 
     async def _workers(self, request: web.Request) -> web.Response:
         self.polls += 1
+        await asyncio.sleep(self.slow_s)
         if self.broken:
             return web.Response(text="<html>a proxy's error page</html>")
         refused = self._refused(request) if self.guard_all else None
@@ -293,7 +300,9 @@ def example(seed: int = 13) -> tuple[list[Json], list[Json], Json]:
         ),
         worker(
             d,
-            target(d, trusted=False, hit_tokens=804_010, recent_work_s=3.4, sessions=12),
+            target(
+                d, events=None, trusted=True, hit_tokens=804_010, recent_work_s=3.4, sessions=12
+            ),
             engine="sglang",
             version="0.5.23",
             exact=False,

@@ -3,16 +3,16 @@
 
 from __future__ import annotations
 
-import os
 import re
+from collections import Counter
+from functools import partial
 
 import pytest
-from playwright.sync_api import expect, sync_playwright
+from playwright.sync_api import expect
 
 from mimo_plugin.core.targets import Decision
 from mimo_plugin.router.page import CONTENT_SECURITY_POLICY, HEADERS, page_files
 from tests.router.page_server import PageServer, candidate, decision, example, target, worker
-from tools.browser import BrowserError, ensure
 
 A, B = "http://10.0.0.1:8000", "http://10.0.0.2:8000"
 NEXT_MS = 8000
@@ -54,20 +54,6 @@ PALE = """() => {
 }"""
 
 
-@pytest.fixture(scope="module")
-def chromium():
-    try:
-        path = ensure()
-    except BrowserError as error:
-        if os.environ.get("CI") and os.geteuid() == 0:
-            pytest.fail(str(error))
-        pytest.skip(str(error))
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path)
-        yield browser
-        browser.close()
-
-
 @pytest.fixture
 def server():
     found = PageServer()
@@ -79,30 +65,9 @@ def server():
 
 
 @pytest.fixture
-def open_page(chromium, server):
+def open_page(browse, server):
     """Opens the page; at the end nothing may have gone wrong in it, but what a test expects."""
-    contexts, problems = [], []
-
-    def opened(width=1280, height=900, expected="never", real_time=False, **options):
-        context = chromium.new_context(viewport={"width": width, "height": height}, **options)
-        contexts.append(context)
-        page = context.new_page()
-        if not real_time:
-            page.clock.install()
-
-        def note(text):
-            if not re.search(expected, text):
-                problems.append(text)
-
-        page.on("console", lambda said: said.type in ("error", "warning") and note(said.text))
-        page.on("pageerror", lambda error: note(str(error)))
-        page.goto(server.url)
-        return page
-
-    yield opened
-    for context in contexts:
-        context.close()
-    assert problems == []
+    return partial(browse, server.url)
 
 
 def later(page):
@@ -159,11 +124,22 @@ def test_workers_with_all_that_is_known_of_them(open_page, server):
             A, target(A, in_flight=7, decode_tokens=1_234_567, hit_tokens=300, prompt_tokens=400)
         ),
         worker(B, target(B, 0), target(B, 1, trusted=False, events={"gaps": 2}), state="draining"),
-        worker("http://c:1", target("http://c:1"), exact=False, engine="sglang", role="prefill"),
-        worker("http://d:1", target("http://d:1", events={"connected": False}), state="down"),
+        worker("http://c:1", target("http://c:1", events=None), exact=False, role="prefill"),
+        worker(
+            "http://d:1",
+            target("http://d:1", events={"connected": False}),
+            state="down",
+            error="connection refused",
+        ),
+        worker(
+            "http://e:1",
+            target("http://e:1", how={"full": "events", "windows": "believed"}),
+            exact=False,
+        ),
+        worker("http://f:1", target("http://f:1", events=None)),
     ]
     page = open_page()
-    expect(page.get_by_role("status").first).to_have_text("2 of 4 workers ready")
+    expect(page.get_by_role("status").first).to_have_text("4 of 6 workers ready")
     table = page.get_by_role("table", name="Workers")
     first = table.get_by_role("row").filter(has_text="10.0.0.1:8000")
     for text in ("ready", "1,234,567", "75.0 %", "38,112", "exact", "vllm 0.32.0", "3 decoding"):
@@ -177,7 +153,11 @@ def test_workers_with_all_that_is_known_of_them(open_page, server):
     expect(second.get_by_role("row").nth(2)).to_contain_text("events were lost, 2 gaps")
     expect(table.locator("tbody").nth(2)).to_contain_text("approximate")
     expect(table.locator("tbody").nth(2)).to_contain_text("prefill")
+    expect(table.locator("tbody").nth(2)).to_contain_text("from answers, not events")
     expect(table.locator("tbody").nth(3)).to_contain_text("events cut off")
+    expect(table.locator("tbody").nth(3)).to_contain_text("connection refused")
+    expect(table.locator("tbody").nth(4)).to_contain_text("windows are not told, last event")
+    expect(table.locator("tbody").nth(5)).to_contain_text("no events")
     expect(page).to_have_title("(1 down) mimo router")
 
 
@@ -273,6 +253,28 @@ def test_charts_are_drawn_from_the_past_and_read_out(open_page, server):
     expect(chart.locator(".read")).to_have_text(re.compile(r"^250 ms, 1[12]\d s ago$"))
 
 
+def test_a_chart_has_holes_where_nothing_was_known(open_page):
+    page = open_page()
+    lines = page.evaluate("""async () => {
+      const { Chart } = await import("./page-charts.js");
+      const place = document.querySelector("#tile-ttft [data-chart]").cloneNode();
+      document.querySelector("#tile-ttft").append(place);
+      const chart = new Chart(place, "x", "X", String);
+      const at = (time_s, x) => ({time_s, x});
+      const drawn = (samples) => {
+        chart.update(samples, 100);
+        return place.querySelectorAll(".line").length;
+      };
+      return [
+        drawn([]),
+        drawn([at(2, 1), at(4, 2), at(6, 1)]),
+        drawn([at(2, 1), at(4, null), at(6, 1)]),
+        drawn([at(2, 1), at(4, 2), at(60, 1), at(62, 1)]),
+      ];
+    }""")
+    assert lines == [0, 1, 2, 2]
+
+
 # Decisions
 
 
@@ -317,6 +319,10 @@ REASONS = [
     (
         decision("", TO_B, reason="owner", retries=1),
         f"keeps its images and videos — {MOST[11:]} (after 1 retry)",
+    ),
+    (
+        decision("", TO_B, target=None, reason=None, hit_tokens=0, status=503),
+        "no worker could take it",
     ),
     # One that a later router may have.
     (decision("", TO_B, reason="constructor"), f"constructor — {MOST[11:]}"),
@@ -615,6 +621,17 @@ def test_pause(open_page, server):
         later(page)
     page.wait_for_timeout(300)
     assert server.polls == asked
+    # Also when an answer was still to come.
+    server.slow_s = 0.3
+    page.get_by_role("button", name="Pause").click()
+    page.get_by_role("button", name="Pause").click()
+    page.wait_for_timeout(600)
+    asked = server.polls
+    later(page)
+    page.wait_for_timeout(300)
+    assert server.polls == asked
+    expect(page.locator("#updated")).to_contain_text("Paused at")
+    server.slow_s = 0.0
     page.get_by_role("button", name="Pause").click()
     expect(page.locator("#updated")).to_contain_text("As of")
     assert server.polls == asked + 1
@@ -664,7 +681,7 @@ def test_text_has_contrast(open_page, server, scheme, width):
 @pytest.mark.parametrize("width", [320, 390, 700, 1000, 1280])
 def test_nothing_is_wider_than_the_window(open_page, server, width):
     page = busy(open_page, server, width)
-    long = "a-very-long-name-without-a-gap-" * 12
+    long = "a_very_long_name_without_a_gap_" * 12
     server.workers.append(worker(f"http://{long}", model=long, version=long))
     server.decisions.insert(
         0,
@@ -706,11 +723,29 @@ def test_what_a_screen_reader_finds(open_page, server):
     ]
     assert headings[0] == 1
     assert headings.count(1) == 1
-    # Cards keep the roles that their looks take from them.
+    # Cards keep the roles that, in some browsers, their looks take from them.
+    parts = "table, thead, tbody, tr, th, td"
+    everywhere = "(all) => all.length && all.every((one) => one.hasAttribute('role'))"
+    assert page.locator(parts).evaluate_all(everywhere)
     page.set_viewport_size({"width": 390, "height": 844})
-    table = page.get_by_role("table", name="Workers")
-    assert table.get_by_role("rowheader").count() == 6
-    assert table.get_by_role("columnheader").count() == 11
+    tree = page.context.new_cdp_session(page).send("Accessibility.getFullAXTree")
+    nodes = {node["nodeId"]: node for node in tree["nodes"]}
+
+    def count_roles(root):
+        roles = Counter([root["role"]["value"]])
+        for child in root.get("childIds", ()):
+            roles += count_roles(nodes[child])
+        return roles
+
+    tables = {
+        node["name"]["value"]: count_roles(node)
+        for node in nodes.values()
+        if node.get("role", {}).get("value") == "table"
+    }
+    workers = tables["Workers"]
+    assert (workers["columnheader"], workers["rowheader"], workers["row"]) == (11, 6, 7)
+    assert workers["cell"] == 4 * 10 + 2 * 8  # a rank has no state and no button of its own
+    assert tables["Recent decisions"]["columnheader"] == 8 + 8  # with the one inside
 
 
 def test_focus_is_seen(open_page):

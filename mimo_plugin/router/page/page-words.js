@@ -45,11 +45,24 @@ export function label(target) {
   return rank === undefined ? name : `${name} rank ${rank}`;
 }
 
+// Whether the router has to guess a part of what a target has: "windows", "all" or "".
+function guessed(worker, target) {
+  const how = target.how ?? null; // {full, windows}, each "events" or "believed"
+  if (how !== null) {
+    if (how.full === "believed") return "all";
+    return how.windows === "believed" ? "windows" : "";
+  }
+  const alone = (worker.targets ?? []).length <= 1; // else another rank may be what is not exact
+  return worker.exact === false && alone ? "all" : "";
+}
+
 // What the router knows of a target's cache: [level, title, more]; level: good, fair or bad.
 export function knowledge(worker, target) {
-  const events = target.events ?? null;
-  if (worker.exact === false) return ["fair", "approximate", "from answers, not events"];
-  if (events === null || Object.keys(events).length === 0) return ["bad", "nothing", "no events"];
+  const events = target.events ?? {};
+  if (Object.keys(events).length === 0) {
+    if (worker.exact === false) return ["fair", "approximate", "from answers, not events"];
+    return ["bad", "nothing", "no events"];
+  }
   const lost = [
     events.gaps > 0 ? plural(events.gaps, "gap") : "",
     events.restarts > 0 ? plural(events.restarts, "restart") : "",
@@ -60,8 +73,14 @@ export function knowledge(worker, target) {
     : "no event yet";
   if (!events.connected) return ["bad", "events cut off", [age, ...lost].join(", ")];
   if (!target.trusted) {
-    return ["fair", "incomplete", [lost.length ? "events were lost" : "catching up", ...lost].join(", ")];
+    const why = lost.length ? "events were lost" : "catching up";
+    return ["fair", "incomplete", [why, ...lost].join(", ")];
   }
+  const guess = guessed(worker, target);
+  if (guess === "windows") {
+    return ["fair", "approximate", ["windows are not told", age, ...lost].join(", ")];
+  }
+  if (guess === "all") return ["fair", "approximate", [age, ...lost].join(", ")];
   return ["good", "exact", [age, ...lost].join(", ")];
 }
 

@@ -42,7 +42,8 @@ class Row {
     this.node = node;
     this.title = make("span", { class: "upper name" });
     this.about = make("span", { class: "lower" });
-    node.append(make("th", { role: "rowheader", scope: "row", class: "c-name" }, this.title, this.about));
+    this.error = make("span", { class: "lower", "data-level": "bad" });
+    node.append(make("th", { role: "rowheader", scope: "row", class: "c-name" }, this.title, this.about, this.error));
     this.state = cell(node, "c-state", "State");
     this.loadBar = bar();
     this.load = cell(node, "c-load", "Load", this.loadBar);
@@ -88,6 +89,7 @@ class Row {
     say(this.title, words.label(worker.url));
     const engine = [worker.engine, worker.version].filter(Boolean).join(" ");
     say(this.about, [several ? worker.model : "", engine].filter(Boolean).join(" · "));
+    say(this.error, worker.state === "down" ? String(worker.error ?? "") : "");
     const state = String(worker.state ?? "unknown");
     mark(this.state.upper, "data-state", state);
     mark(this.state.upper, "class", "upper state");
