@@ -210,7 +210,7 @@ def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
                 logs=logs,
                 blocks=BLOCKS,
                 sockets=sockets,
-                more=["--max-model-len=2048"],
+                more=["--max-model-len=3072"],
             )
         )
         routers = []
@@ -373,13 +373,14 @@ def test_a_killed_worker(cluster: Cluster) -> None:
     once = threading.Event()
 
     def kill(reply: Reply) -> None:
-        if len(reply.chunks) == 8 and not once.is_set():
+        # A busy server sends many tokens in one chunk, so this is early.
+        if reply.text and not once.is_set():
             once.set()
             assert killed.pid is not None
             os.killpg(killed.pid, signal.SIGKILL)
 
     started_s = time.monotonic()
-    reply = cluster.ask(0, messages, "killed", 1200, on_chunk=kill)
+    reply = cluster.ask(0, messages, "killed", 2500, on_chunk=kill)
     assert once.is_set() and reply.worker == killed.base_url
     assert reply.error is not None, "the client is told"
     assert set(reply.error) >= {"message", "type"}
