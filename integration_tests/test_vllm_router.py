@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 PATIENCE_S = 30.0
 #: of a pool; a few chats fit, and what comes on top is evicted
-BLOCKS = 300
+BLOCKS = 180
 CHAT = "/v1/chat/completions"
 
 
@@ -204,7 +204,14 @@ def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         sockets = started.enter_context(_short_folder())
         (redis,) = started.enter_context(redis_servers(1))
         workers = started.enter_context(
-            tiny_workers(tiny_model, 2, logs=logs, blocks=BLOCKS, sockets=sockets)
+            tiny_workers(
+                tiny_model,
+                2,
+                logs=logs,
+                blocks=BLOCKS,
+                sockets=sockets,
+                more=["--max-model-len=3072"],
+            )
         )
         routers = []
         for number in range(2):
@@ -307,10 +314,10 @@ def test_chats_stay_and_hit_as_predicted(cluster: Cluster) -> None:
 def test_predictions_hold_under_eviction(cluster: Cluster) -> None:
     """Prompts come to more than the pools hold; forks and old chats are asked for again."""
     rnd = random.Random(7)
-    evicted = wrong = 0
+    evicted, wrong = 0, []
     chats: list[list[dict[str, str]]] = []
     longest: dict[int, int] = {}
-    for number in range(40):
+    for number in range(50):
         if chats and rnd.random() < 0.5:
             chat = rnd.randrange(len(chats))
             messages = chats[chat]
@@ -324,10 +331,12 @@ def test_predictions_hold_under_eviction(cluster: Cluster) -> None:
         messages.append(user(2000 + number, rnd.randint(20, 150)))
         reply = cluster.ask(number % 2, messages, f"evict-{chat}", 4)
         messages.append({"role": "assistant", "content": reply.text})
-        wrong += reply.cached != reply.predicted
+        if reply.cached != reply.predicted:
+            last = get(cluster.routers[number % 2].port, "/decisions?limit=1")["decisions"][0]
+            wrong.append((number, longest.get(chat), reply.cached, last))
         evicted += chat in longest and reply.cached + 64 < longest[chat]
         longest[chat] = reply.usage["prompt_tokens"]
-    assert wrong == 0
+    assert not wrong, json.dumps(wrong)
     assert evicted, "the pools are too large for this test to show anything"
 
 
@@ -364,13 +373,14 @@ def test_a_killed_worker(cluster: Cluster) -> None:
     once = threading.Event()
 
     def kill(reply: Reply) -> None:
-        if len(reply.chunks) == 8 and not once.is_set():
+        # A busy server sends many tokens in one chunk, so this is early.
+        if reply.text and not once.is_set():
             once.set()
             assert killed.pid is not None
             os.killpg(killed.pid, signal.SIGKILL)
 
     started_s = time.monotonic()
-    reply = cluster.ask(0, messages, "killed", 2000, on_chunk=kill)
+    reply = cluster.ask(0, messages, "killed", 2500, on_chunk=kill)
     assert once.is_set() and reply.worker == killed.base_url
     assert reply.error is not None, "the client is told"
     assert set(reply.error) >= {"message", "type"}

@@ -28,8 +28,8 @@ class Reservations:
         hash_block_tokens: tokens of one hash.
         alignment_tokens: hits are multiples of it.
         every_block: hits may end at any aligned block, as in models without sliding windows.
-            Otherwise only where the worker keeps a window: at the end of the prompt, and where the
-            caller says.
+            Otherwise only where the worker keeps a window: where the same prompt would hit, which
+            its last token is no part of, and where the caller says.
     """
 
     def __init__(self, hash_block_tokens: int, alignment_tokens: int, *, every_block: bool) -> None:
@@ -56,15 +56,32 @@ class Reservations:
         hashes: Sequence[Hash],
         expires_s: float,
         kept_tokens: Iterable[int] = (),
+        *,
+        prompt_tokens: int,
     ) -> None:
-        """A prompt was sent; ``kept_tokens``: where else its worker will keep windows."""
+        """A prompt was sent.
+
+        Args:
+            request: its id.
+            target: where to.
+            hashes: of its blocks, or of a beginning of them.
+            expires_s: until when it counts.
+            kept_tokens: where else its worker will keep windows.
+            prompt_tokens: its length.
+        """
         self.release(request)
         per_unit = self._aligned // self._hash_tokens
         whole = len(hashes) // per_unit * per_unit
         if not whole:
             return
-        lengths = {tokens // self._aligned * per_unit for tokens in kept_tokens} | {whole}
+        if self._every_block:
+            lengths = {whole}
+        else:
+            kept_at = (*kept_tokens, prompt_tokens - 1)
+            lengths = {tokens // self._aligned * per_unit for tokens in kept_at}
         kept = tuple(sorted((n for n in lengths if 0 < n <= whole), reverse=True))
+        if not kept:
+            return
         self._all[request] = _Reserved(target, hashes, kept, expires_s)
         self._by_start.setdefault(hashes[0], {})[request] = None
 

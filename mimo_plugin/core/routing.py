@@ -264,7 +264,14 @@ class Router:
         self._where[request.id] = (*self._where.get(request.id, ()), target)
         self.loads[target].start(request.id, prefill_s, at_s)
         expires_s = at_s + 2 * expected_s + self._reservation_s
-        self._reservations.add(request.id, target, request.hashes, expires_s, request.kept_tokens)
+        self._reservations.add(
+            request.id,
+            target,
+            request.hashes,
+            expires_s,
+            request.kept_tokens,
+            prompt_tokens=request.prompt_tokens,
+        )
 
     def _first_token(
         self, request_id: str, prompt_tokens: int, at_s: float, decode_on: str | None

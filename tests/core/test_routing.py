@@ -288,7 +288,7 @@ def test_the_last_token_is_always_computed():
 
 def test_a_late_first_token_does_not_bring_back_what_has_expired():
     kept = Reservations(UNIT, UNIT, every_block=True)
-    kept.add("1", "a", prompt(("x", 4)), 5.0)
+    kept.add("1", "a", prompt(("x", 4)), 5.0, prompt_tokens=4 * UNIT)
     kept.expire("1", 50.0)
     assert kept.lookup(prompt(("x", 4)), 1000, 4.0) == {"a": 4 * UNIT}
     assert kept.lookup(prompt(("x", 4)), 1000, 6.0) == {}
@@ -297,13 +297,24 @@ def test_a_late_first_token_does_not_bring_back_what_has_expired():
 def test_with_sliding_windows_a_hit_on_its_way_ends_where_a_window_is_kept():
     kept = Reservations(UNIT, 2 * UNIT, every_block=False)
     mine = prompt(("head", 10), ("x", 11))
-    kept.add("1", "a", mine, 9.0, kept_tokens=(10 * UNIT, 7 * UNIT))
+    kept.add("1", "a", mine, 9.0, (10 * UNIT, 7 * UNIT), prompt_tokens=21 * UNIT)
     other = prompt(("head", 10), ("y", 30))
     assert kept.lookup(other, 1000, 0.0) == {"a": 10 * UNIT}
     assert kept.lookup(other, 10 * UNIT - 1, 0.0) == {"a": 6 * UNIT}  # aligned to two blocks
     assert kept.lookup([*mine, 7], 1000, 0.0) == {"a": 20 * UNIT}  # the prompt's own end
     assert kept.lookup(prompt(("head", 5), ("z", 9)), 1000, 0.0) == {}
     assert kept.lookup(other, 1000, 9.0) == {} and len(kept) == 0
+
+
+def test_the_window_at_a_prompts_end_is_where_the_same_prompt_would_hit():
+    """Its last token is always computed; and of a prompt that is known in part the end is not."""
+    kept = Reservations(UNIT, 2 * UNIT, every_block=False)
+    hashes = prompt(("x", 8))
+    for tokens, hit in ((8 * UNIT, 6), (8 * UNIT + 1, 8), (9 * UNIT, 8), (50 * UNIT, 0)):
+        kept.add("1", "a", hashes, 9.0, prompt_tokens=tokens)
+        expected = {"a": hit * UNIT} if hit else {}
+        assert kept.lookup(prompt(("x", 8), ("y", 4)), 1000, 0.0) == expected, tokens
+    assert len(kept) == 0, "where nothing can hit, nothing is kept"
 
 
 @settings(max_examples=100)
@@ -318,8 +329,9 @@ def test_reserved_hits_are_common_prefixes(data):
         hashes = prompt(*[(word, 1) for word in data.draw(words)])
         ends = data.draw(st.lists(st.integers(0, 12).map(lambda n: n * UNIT), max_size=2))
         name = str(number % 4)
-        kept.add(name, f"w{number % 2}", hashes, 1.0, ends)
-        prompts[name] = f"w{number % 2}", hashes, ends
+        tokens = len(hashes) * UNIT + data.draw(st.integers(0, UNIT))
+        kept.add(name, f"w{number % 2}", hashes, 1.0, ends, prompt_tokens=tokens)
+        prompts[name] = f"w{number % 2}", hashes, [*ends, max(0, tokens - 1)]
     asked = prompt(*[(word, 1) for word in data.draw(words)])
     limit = data.draw(st.integers(0, 12)) * UNIT
     expected = {}
@@ -331,8 +343,7 @@ def test_reserved_hits_are_common_prefixes(data):
             common += 1
         common = min(common, limit // UNIT) // aligned * aligned
         if not every:
-            whole = len(hashes) // aligned * aligned
-            possible = {end // UNIT // aligned * aligned for end in ends} | {whole}
+            possible = {end // UNIT // aligned * aligned for end in ends}
             common = max((n for n in possible if n <= common), default=0)
         if common:
             expected[target] = max(expected.get(target, 0), common * UNIT)
