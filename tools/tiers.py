@@ -90,7 +90,7 @@ def _found(root: Path, patterns: Sequence[str]) -> list[str]:
 _SGLANG_TESTS = ("integration_tests/test_sglang_*.py", "tests/patches/test_sglang_*.py")
 
 TIERS = (
-    Tier("unit", ("tests",), CONTRACT_PATHS, 900.0, parallel=True),
+    Tier("unit", ("tests",), CONTRACT_PATHS, 1500.0, parallel=True),
     Tier("contracts", CONTRACT_PATHS, _SGLANG_TESTS, 900.0, parallel=True),
     Tier("engine", ("integration_tests",), _SGLANG_TESTS, 2700.0),
     Tier("sglang", _SGLANG_TESTS, (), 1200.0, python=SGLANG_PYTHON),

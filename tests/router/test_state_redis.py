@@ -400,13 +400,14 @@ def test_a_server_that_hangs_delays_nobody(server):
         async with nodes(server.url, 2) as made:
             server.send(signal.SIGSTOP)
             try:
-                worst_s = 0.0
+                took_s = []
                 for number in range(300):
                     start_s = time.monotonic()
                     made[0].send(Request(str(number), prompt(number, 5), 81))
-                    worst_s = max(worst_s, time.monotonic() - start_s)
+                    took_s.append(time.monotonic() - start_s)
                     await asyncio.sleep(0.01)
-                assert worst_s < 0.5
+                # A busy machine may hold up one or two; who waits for the server is held up often.
+                assert sorted(took_s)[-4] < 0.5
                 assert not made[0].state.status["connected"]
             finally:
                 server.send(signal.SIGCONT)
