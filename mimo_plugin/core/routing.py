@@ -11,9 +11,8 @@ Workers whose costs are equal are a tie. A session stays where it was while that
 else the worker takes it that has most of the prompt in full attention, though it lacks the windows
 for a hit: engines learn where prompts part from such misses, and nothing is held twice. Then the
 one that was given least work lately, and chance decides among those. For a new
-session, the hit on a worker that has ``spread`` times its share of the live sessions, or of the work
-given lately, counts no more than the best one elsewhere: or all that share a system prompt would
-follow the first one.
+session, the hit on a worker that has ``spread`` times its share of the live sessions counts no more
+than the best one elsewhere: or all that share a system prompt would follow the first one.
 
 Media: each key has an owner, by consistent hashing over the workers that are not overloaded; any
 other worker costs an encoder run more.
@@ -58,8 +57,8 @@ class Router:
         random: chance.
         queue_weight: of ``q``; 0 leaves out what a prefill costs others.
         encode_s: of one image or video on a worker that doesn't have its embedding.
-        spread: most sessions and recent work of a target, and most requests in flight of a media
-            key's owner, as a multiple of an even share; >= 1.
+        spread: most sessions of a target, and most requests in flight of a media key's owner, as
+            a multiple of an even share; >= 1.
         session_ttl_s: how long a session without requests counts as alive.
         max_sessions: remembered; the ones that were silent longest are forgotten.
         reservation_s: how long a request may be on its way before it counts no more, beyond twice

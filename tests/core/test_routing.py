@@ -238,29 +238,6 @@ def test_many_sessions_of_one_prompt_do_not_wait_for_the_bound():
     assert seen == {"b"}
 
 
-def test_new_sessions_leave_a_worker_that_was_given_more_than_its_share():
-    """Few sessions may ask much: beyond the spread their system prompt draws no more of them."""
-    fleet = Fleet("abc")
-    head = prompt(("system", 20))
-    for name in "abc":
-        fleet.holds(name, head[: 12 if name != "a" else 20])
-
-    def first_turn(number):
-        asked = request(f"n{number}", [*head, *prompt((f"{number}", 5))], session=f"n{number}")
-        return fleet.router.choose(asked, 0.0)
-
-    assert first_turn(0).target == "a"
-    busy = fleet.router.loads["a"]
-    busy.work_s, busy._work_at_s = 10.0, 0.0
-    decision = first_turn(1)
-    assert decision.target in "bc"
-    assert not next(c for c in decision.candidates if c.target == "a").in_bound
-    # As much work everywhere: nobody has more than a share.
-    for name in "bc":
-        fleet.router.loads[name].work_s = 10.0
-    assert first_turn(2).target == "a"
-
-
 def test_silent_sessions_are_forgotten():
     fleet = Fleet("ab", session_ttl_s=10.0, max_sessions=5)
     for i in range(20):
