@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mimo_plugin.config_values import Validator, is_whole, number, section, whole
-from mimo_plugin.errors import setting_error
+from mimo_plugin.config_values import Validator, number, section, token_ids, whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,26 +31,13 @@ class DpAffinityConfig:
     answer_token_ids: tuple[int, ...] | None = None
 
 
-def _sequence_or_none(setting: str, value: object) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    if not isinstance(value, (list, tuple)) or not all(is_whole(item, 0) for item in value):
-        raise setting_error(
-            setting,
-            value,
-            "a list of token ids >= 0, [] to look for none, or null",
-            "null takes them from the tokenizer's chat template",
-        )
-    return tuple(value)
-
-
 _VALUES: dict[str, Validator] = {
     "slack_requests": whole(0, "requests"),
     "slack_share": number(least=0),
     "spread": number(least=1),
     "session_ttl_s": number(over=0),
     "max_sessions": whole(1, "chats"),
-    "answer_token_ids": _sequence_or_none,
+    "answer_token_ids": token_ids("to look for none"),
 }
 
 

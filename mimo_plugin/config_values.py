@@ -155,15 +155,25 @@ def subset(names: tuple[str, ...], what: str) -> Validator:
     return parse
 
 
+def token_ids(empty: str) -> Validator:
+    """A list of token ids, in order, or None; ``empty`` says what an empty list asks for."""
+
+    def parse(setting: str, value: object) -> tuple[int, ...] | None:
+        if value is None:
+            return None
+        if not isinstance(value, (list, tuple)) or not all(is_whole(item, 0) for item in value):
+            raise setting_error(
+                setting,
+                value,
+                f"a list of token ids >= 0, [] {empty}, or null",
+                "null takes them from the tokenizer's chat template",
+            )
+        return tuple(value)
+
+    return parse
+
+
 def token_ids_or_none(setting: str, value: object) -> tuple[int, ...] | None:
     """A list of token ids, without repetitions, or None."""
-    if value is None:
-        return None
-    if not isinstance(value, (list, tuple)) or not all(is_whole(item, 0) for item in value):
-        raise setting_error(
-            setting,
-            value,
-            "a list of token ids >= 0, [] for no message boundaries, or null",
-            "null takes them from the tokenizer's chat template",
-        )
-    return tuple(dict.fromkeys(value))
+    found = token_ids("for no message boundaries")(setting, value)
+    return None if found is None else tuple(dict.fromkeys(found))

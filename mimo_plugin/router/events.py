@@ -252,14 +252,11 @@ class EventReader:
         until = time.monotonic() + _TURN_S
         while time.monotonic() < until:
             try:
-                frames = await socket.recv_multipart(zmq.NOBLOCK)
+                message = await self._received(socket)
             except zmq.Again:
                 break
-            message = parse(frames)
-            if message is None or message[0] < 0:
-                self._counts["decode_errors"] += 1
-                continue
-            await self._live(socket, *message)
+            if message is not None:
+                await self._live(socket, *message)
         self._changed()
         await asyncio.sleep(0)
 
@@ -355,16 +352,26 @@ class EventReader:
         """Keep live batches for after the replay."""
         while True:
             try:
-                frames = await socket.recv_multipart(zmq.NOBLOCK)
+                message = await self._received(socket)
             except zmq.Again:
                 return
-            message = parse(frames)
-            if message is None or message[0] < 0:
-                self._counts["decode_errors"] += 1
+            if message is None:
                 continue
             if len(self._held) == MAX_QUEUED_MESSAGES:
                 self._held.popleft()
             self._held.append(message)
+
+    async def _received(self, socket: Any) -> tuple[int, bytes] | None:
+        """The next message that is there; None for one of another form, which is counted.
+
+        Raises:
+            zmq.Again: there is none.
+        """
+        message = parse(await socket.recv_multipart(zmq.NOBLOCK))
+        if message is None or message[0] < 0:
+            self._counts["decode_errors"] += 1
+            return None
+        return message
 
     def _changed(self) -> None:
         if self._on_change is not None:
