@@ -8,7 +8,7 @@ that versions with more of them are read as well.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -57,23 +57,43 @@ def decode(payload: bytes) -> tuple[list[EngineEvent], int]:
     Raises:
         PayloadError: it is not what a publisher sends. What it told is lost.
     """
+    wires = wires_of(_decoder, payload)
+    here = [wire for wire in wires if wire.locality != "REMOTE"]  # others' blocks lie elsewhere
+    return events_of(here, _stored, lambda wire: wire.group_idx)
+
+
+def wires_of(decoder: Any, payload: bytes) -> list[Any]:
+    """What ``decoder`` makes of the events of a payload.
+
+    Raises:
+        PayloadError: it can make nothing of it.
+    """
     try:
-        batch = _decoder.decode(payload)
+        events: list[Any] = decoder.decode(payload).events
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise PayloadError(str(error)) from error
+    return events
+
+
+def events_of(
+    wires: Iterable[Any],
+    stored: Callable[[Any], EngineStored],
+    group_of: Callable[[Any], int | None],
+) -> tuple[list[EngineEvent], int]:
+    """Events as the index takes them, and how many were of unknown types (left out).
+
+    Args:
+        wires: with ``type``, ``block_hashes`` and ``medium``.
+        stored: makes the event that blocks are there.
+        group_of: KV cache group of the event that blocks are gone.
+    """
     events: list[EngineEvent] = []
     unknown = 0
-    for wire in batch.events:
-        if wire.locality == "REMOTE":
-            continue  # blocks that lie elsewhere
+    for wire in wires:
         if wire.type == "BlockStored":
-            if wire.token_ids and not 0 <= min(wire.token_ids) <= max(wire.token_ids) < 1 << 32:
-                raise PayloadError("token ids are not numbers of 32 bits")
-            if not all(_is_key(key) for keys in wire.extra_keys or () for key in keys or ()):
-                raise PayloadError("extra keys of another form than adapter, media, salt, embeds")
-            events.append(_stored(wire))
+            events.append(stored(wire))
         elif wire.type == "BlockRemoved":
-            events.append(BlockRemoved(wire.block_hashes, wire.group_idx, wire.medium))
+            events.append(BlockRemoved(wire.block_hashes, group_of(wire), wire.medium))
         elif wire.type == "AllBlocksCleared":
             events.append(AllBlocksCleared())
         else:
@@ -88,6 +108,10 @@ def _is_key(key: object) -> bool:
 
 
 def _stored(wire: _Wire) -> EngineStored:
+    if wire.token_ids and not 0 <= min(wire.token_ids) <= max(wire.token_ids) < 1 << 32:
+        raise PayloadError("token ids are not numbers of 32 bits")
+    if not all(_is_key(key) for keys in wire.extra_keys or () for key in keys or ()):
+        raise PayloadError("extra keys of another form than adapter, media, salt, embeds")
     return EngineStored(
         block_hashes=wire.block_hashes,
         parent_block_hash=wire.parent_block_hash,

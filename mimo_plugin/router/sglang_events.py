@@ -18,10 +18,9 @@ import msgspec
 from mimo_plugin.config import KvConfig
 from mimo_plugin.core.beliefs import Cache
 from mimo_plugin.core.engine_events import EngineEvent, EngineStored
-from mimo_plugin.core.kv_events import AllBlocksCleared, BlockRemoved
 from mimo_plugin.core.retention import Ladder, RetentionRule
 from mimo_plugin.core.window import GroupGeometry
-from mimo_plugin.router.event_wire import PayloadError
+from mimo_plugin.router.event_wire import events_of, wires_of
 
 PLUGIN_BACKEND = "mimo"
 """``radix_cache_backend`` of a worker with the plugin's feature ``kv``."""
@@ -57,33 +56,20 @@ def decode(payload: bytes) -> tuple[list[EngineEvent], int]:
     Raises:
         PayloadError: it is not what a publisher sends. What it told is lost.
     """
-    try:
-        batch = _decoder.decode(payload)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise PayloadError(str(error)) from error
-    events: list[EngineEvent] = []
-    unknown = 0
-    for wire in batch.events:
-        if wire.type == "BlockStored":
-            tokens = [token if isinstance(token, int) else token[0] for token in wire.token_ids]
-            events.append(
-                EngineStored(
-                    block_hashes=wire.block_hashes,
-                    parent_block_hash=wire.parent_block_hash,
-                    token_ids=tokens,
-                    block_size=wire.block_size,
-                    extra_keys=[(wire.cache_salt,)] if wire.cache_salt else None,
-                    lora_name=wire.lora_name,
-                    medium=wire.medium,
-                )
-            )
-        elif wire.type == "BlockRemoved":
-            events.append(BlockRemoved(wire.block_hashes, None, wire.medium))
-        elif wire.type == "AllBlocksCleared":
-            events.append(AllBlocksCleared())
-        else:
-            unknown += 1
-    return events, unknown
+    return events_of(wires_of(_decoder, payload), _stored, lambda wire: None)
+
+
+def _stored(wire: _Wire) -> EngineStored:
+    tokens = [token if isinstance(token, int) else token[0] for token in wire.token_ids]
+    return EngineStored(
+        block_hashes=wire.block_hashes,
+        parent_block_hash=wire.parent_block_hash,
+        token_ids=tokens,
+        block_size=wire.block_size,
+        extra_keys=[(wire.cache_salt,)] if wire.cache_salt else None,
+        lora_name=wire.lora_name,
+        medium=wire.medium,
+    )
 
 
 @dataclass(frozen=True, slots=True)
