@@ -28,7 +28,7 @@ from mimo_plugin.router import disaggregated, incoming
 from mimo_plugin.router.problems import Problem
 from mimo_plugin.router.prompt import Prompt
 from mimo_plugin.router.prompts import PromptError
-from mimo_plugin.router.relay import ClientGone, Closed, Relayed, WorkerErrors, relay
+from mimo_plugin.router.relay import ClientGone, Closed, Relayed, WorkerErrors, relay, words
 from mimo_plugin.router.responses import Responses
 from mimo_plugin.router.service import Routing, Service
 from mimo_plugin.router.settings import Settings
@@ -321,7 +321,7 @@ class Proxy:
                 if len(answer) > _ANSWER_BYTES:
                     raise Unstarted("status", target, "its answer is too long")
         except WorkerErrors as error:
-            raise Unstarted("closed", target, _words(error)) from None
+            raise Unstarted("closed", target, words(error)) from None
         return bytes(answer)
 
     def _finish(self, exchange: Exchange, relayed: Relayed, target: str) -> None:
@@ -366,14 +366,14 @@ class Proxy:
                 allow_redirects=False,
             )
         except aiohttp.ClientConnectorError as error:
-            raise Unstarted("connect", target, _words(error), refused=True) from None
+            raise Unstarted("connect", target, words(error), refused=True) from None
         except aiohttp.ConnectionTimeoutError as error:
-            raise Unstarted("connect", target, _words(error)) from None
+            raise Unstarted("connect", target, words(error)) from None
         except asyncio.TimeoutError:
             text = f"nothing within {self._settings.read_timeout_s:g} s (--read-timeout)"
             raise Unstarted("timeout", target, text) from None
         except WorkerErrors as error:
-            raise Unstarted("closed", target, _words(error)) from None
+            raise Unstarted("closed", target, words(error)) from None
 
     async def _relay(
         self,
@@ -439,7 +439,3 @@ class Passed(Problem):
     def response(self) -> web.Response:
         """The answer."""
         return web.Response(body=self._body, status=self.status, headers=self._headers)
-
-
-def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

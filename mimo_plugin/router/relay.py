@@ -90,7 +90,7 @@ async def _stream(
     try:
         chunk = await anext(chunks, b"")
     except WorkerErrors as error:
-        raise Closed(_words(error)) from None
+        raise Closed(words(error)) from None
     first_byte()
     headers.popall("Content-Length", None)
     response = web.StreamResponse(status=upstream.status, headers=headers)
@@ -111,7 +111,7 @@ async def _stream(
             try:
                 chunk = await anext(chunks, b"")
             except WorkerErrors as error:
-                broken = _words(error)
+                broken = words(error)
                 chunk = b""
         if broken is None:
             if pending:
@@ -156,8 +156,8 @@ async def _held(
                 return await _large(request, upstream, headers, b"".join(parts))
     except WorkerErrors as error:
         if not parts:
-            raise Closed(_words(error)) from None
-        text = f"the worker stopped within its answer: {_words(error)}"
+            raise Closed(words(error)) from None
+        text = f"the worker stopped within its answer: {words(error)}"
         return Relayed(problems.Problem(502, text, "broken").response(), broken=text)
     body = parts[0] if len(parts) == 1 else b"".join(parts)
     if request.method != "HEAD":
@@ -183,7 +183,7 @@ async def _large(
             try:
                 chunk = await upstream.content.readany()
             except WorkerErrors as error:
-                broken = _words(error)
+                broken = words(error)
                 break
         if broken is None:
             await response.write_eof()
@@ -200,5 +200,6 @@ def usage(text: bytes) -> tuple[int | None, int | None]:
     return int(cached[-1]) if cached else None, int(prompt[-1]) if prompt else None
 
 
-def _words(error: BaseException) -> str:
+def words(error: BaseException) -> str:
+    """What an error says, in one line with its kind."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
